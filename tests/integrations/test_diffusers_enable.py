@@ -364,9 +364,23 @@ def test_masks_dropout_and_causality_of_attention_are_refused():
         transformer(**arguments(name, padded=True))
 
 
-def test_parts_of_a_transformer_are_not_called_alone():
+def test_a_mask_of_floats_is_refused_where_nothing_says_what_it_does():
+    """Chroma's plan does."""
+    name = "ChromaTransformer2DModel"
+    transformer, given = build(name), arguments(name, padded=True)
+    plan = replace(PLANS[name], added_products=False)
+    with enable(transformer, MESH, plan=plan), pytest.raises(Unsupported, match="boolean mask"):
+        transformer(**given | {"attention_mask": given["attention_mask"].float()})
+
+
+def test_parts_of_a_transformer_are_called_alone_without_gradients_only():
     transformer = build(WAN)
-    hidden, text = torch.zeros(2, 8, 96), torch.zeros(2, 7, 96)
+    hidden, text, temb = torch.ones(2, 8, 96), torch.ones(2, 7, 96), torch.ones(2, 6, 96)
+    block = transformer.blocks[0]
+    rope = transformer.rope(torch.ones(2, 4, 1, 4, 8))
+    want = block(hidden, text, temb, rope)
     enable(transformer, MESH)
     with pytest.raises(ConfigError, match="outside of a forward pass"):
-        transformer.blocks[1](hidden, text, torch.zeros(2, 6, 96), None)
+        block(hidden, text, temb, rope)
+    with torch.no_grad():
+        assert torch.equal(block(hidden, text, temb, rope), want)

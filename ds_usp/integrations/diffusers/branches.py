@@ -21,6 +21,7 @@ from ds_usp.comm.process_groups import align_group_counters, all_gather_bytes, s
 from ds_usp.comm.shards import all_gather_shards
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
+from ds_usp.integrations.diffusers.pass_state import ATTENTION_KWARGS
 from ds_usp.integrations.diffusers.plans import Plan, parameters_of
 from ds_usp.integrations.model_comparison import is_observer
 from ds_usp.memory.compile_guard import disable_in_compile
@@ -430,8 +431,11 @@ class BranchCalls:
             not (number in self._own_hooks or _is_torch_s(hook) or is_observer(hook))
             for number, hook in hooks.items()
         )
-        known = arguments.get("return_dict") is False  # as pipelines call it: a tuple of one tensor
-        return known and not foreign and len(batch) % self._degree != 0
+        # As pipelines call it: a tuple of one tensor. Others' calls are refused, or return more.
+        known = self._plan.arguments | ATTENTION_KWARGS | {"return_dict"}
+        given = {name for name, value in arguments.items() if value is not None}
+        is_known = given <= known and arguments.get("return_dict") is False
+        return is_known and not foreign and len(batch) % self._degree != 0
 
     def _run_now(self, calls: Sequence[WaitingCall]) -> None:
         if self._removed:

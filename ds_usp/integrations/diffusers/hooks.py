@@ -229,7 +229,7 @@ class ShardedTransformer:
 
     def _register_inside(self) -> Iterator[RemovableHandle]:
         plan, transformer = self._plan, self.transformer
-        before: list[tuple[str, Callable[..., Arguments]]] = []
+        before: list[tuple[str, Callable[..., Arguments | None]]] = []
         # Of a module's inputs those that are added last run first: masks need the shards' lengths.
         before += [(p, partial(self._count_last, counts)) for p, counts in plan.counts.items()]
         before += [(p, partial(self._join_inputs, dims)) for p, dims in plan.whole_inputs.items()]
@@ -463,9 +463,11 @@ class ShardedTransformer:
             self._hook_modules()
         for module, _, processor in self._processors:
             if module.processor is not processor:
+                new = type(module.processor).__name__
                 raise ConfigError(
                     f"the attention processors of {name} were replaced since enable (there is a "
-                    f"{type(module.processor).__name__}): disable(), change them, and enable again"
+                    f"{new}): disable(), change them, and enable again. Guidance by changed "
+                    "attention (PAG), which does so in each call, is not served: pag_scale=0"
                 )
             check_backend_of(processor)
         return caches
@@ -515,6 +517,11 @@ class ShardedTransformer:
             )
         return self.state
 
+    def _is_apart(self) -> bool:
+        """Return whether a part is called by itself without gradients, and has what it is given,
+        all of it: Z-Image's ControlNet has the transformer's refiner."""
+        return self.state is None and not torch.is_grad_enabled()
+
     @disable_in_compile("tokens are counted and sharded")
     def _shard_inputs(
         self,
@@ -523,7 +530,9 @@ class ShardedTransformer:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Arguments:
+    ) -> Arguments | None:
+        if self._is_apart():
+            return None
         state, arguments = self._active(module), bind(module, args, kwargs)
         if state.gathers or not again:
             arguments = _sharded(state, arguments, entries)
@@ -533,6 +542,8 @@ class ShardedTransformer:
     def _shard_outputs(
         self, entries: tuple[TokenDim | None, ...], module: nn.Module, _: Any, out: Any
     ) -> Any:
+        if self._is_apart():
+            return out
         state = self._active(module)
         if isinstance(out, Tensor):
             return _shard_value(state, out, entries[0])
@@ -588,7 +599,9 @@ class ShardedTransformer:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Arguments:
+    ) -> Arguments | None:
+        if self._is_apart():
+            return None
         arguments = bind(module, args, kwargs)
         if arguments.get(argument) is not None:
             if self._graphs is not None and not torch.is_grad_enabled():
@@ -607,7 +620,7 @@ class ShardedTransformer:
     def _join(
         self, dims: tuple[TokenDim | None, ...], last: bool, module: nn.Module, _: Any, out: Any
     ) -> Any:
-        if not (last or self._active(module).gathers):
+        if self._is_apart() or not (last or self._active(module).gathers):
             return out
         if not isinstance(out, Tensor):
             outputs = zip(out, dims, strict=True)
@@ -629,7 +642,9 @@ class ShardedTransformer:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Arguments:
+    ) -> Arguments | None:
+        if self._is_apart():
+            return None
         arguments = bind(module, args, kwargs)
         for name, token_dim in entries.items():
             arguments[name] = self._join_one(module, arguments[name], token_dim, False)
@@ -642,7 +657,9 @@ class ShardedTransformer:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Arguments:
+    ) -> Arguments | None:
+        if self._is_apart():
+            return None
         arguments, state = bind(module, args, kwargs), self._active(module)
         for name, kind in counts.items():
             arguments[name] = state.count_last(arguments[name], kind)

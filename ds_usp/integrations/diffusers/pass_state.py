@@ -173,7 +173,8 @@ class PassState:
         Raises:
             LayoutError: fewer tokens than ranks, or another number than elsewhere in this pass.
         """
-        if token_dim.ndim is not None and (x.ndim != token_dim.ndim or x.shape[token_dim.dim] == 1):
+        ndims = (token_dim.ndim,) if isinstance(token_dim.ndim, int) else token_dim.ndim
+        if ndims is not None and (x.ndim not in ndims or x.shape[token_dim.dim] == 1):
             return x
         if not -x.ndim <= token_dim.dim < x.ndim:
             raise LayoutError(

@@ -36,13 +36,13 @@ class TokenDim:
             ``joint``: image and text in one sequence, in which each sample may have an order of its
             own.
         dim: counted from the end if it is negative.
-        ndim: only tensors of so many dims have tokens, and not if they have one for all; None: all
-            tensors.
+        ndim: only tensors of so many dims, or of one of these numbers, have tokens, and not if they
+            have one for all; None: all tensors.
     """
 
     kind: Kind
     dim: int
-    ndim: int | None = None
+    ndim: int | tuple[int, ...] | None = None
 
 
 # Of a tensor, or of each entry of a tuple; None: that has no tokens.
@@ -353,7 +353,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             split=("img_in",),
         ),
         "LTXVideoTransformer3DModel": Plan(
-            inputs={"": {"hidden_states": _IMAGE, "timestep": _OPTIONAL_IMAGE}},
+            inputs={"": {"hidden_states": _IMAGE, "timestep": TokenDim("image", 1, ndim=(2, 3))}},
             outputs={"rope": (_IMAGE, _IMAGE)},
             attention={f"{_BLOCKS}.attn1": ("image",)},
             local=(f"{_BLOCKS}.attn2",),

@@ -109,11 +109,13 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
     @functools.wraps(call)
     def sharded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: PassState | None = getattr(self, _MARK).state
-        if state is None:
+        if state is None and torch.is_grad_enabled():
             raise ConfigError(
                 f"{name} of an enabled transformer runs outside of a forward pass of it. Call the "
                 "transformer, not a part of it; checkpoint by its enable_gradient_checkpointing()"
             )
+        if state is None:
+            return call(self, *args, **kwargs)
         check_backend(name, getattr(self, _BACKEND, None))
         attention = MeshAttention(name, state, getattr(self, _TOKENS))
         eager_call = None
