@@ -51,7 +51,7 @@ FIRST = {
     "ds_usp.integrations.transformers": "enable attach replicate_batches share_batches "
     "patch_accelerate EnabledModel",
     "ds_usp.integrations.diffusers": "enable enable_vae EnabledTransformer EnabledVAE",
-    "ds_usp.planner": "search explain Plan SearchResult Workload load_model load_cluster",
+    "ds_usp.planner": "answer Answer search Plan SearchResult Workload load_model load_cluster",
     "megatron_patches": "apply",
 }
 # What a name of one page is looked for on another one.

@@ -3,8 +3,8 @@
 Geometry and the standard library only; ``python -m ds_usp.planner`` is the command line.
 """
 
+from ds_usp.planner.answer import Answer, answer
 from ds_usp.planner.choose_degree import AUTO, Choice, choose_ulysses, cluster_of, degree_or_auto
-from ds_usp.planner.explain import explain
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements, model_flop_per_token
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.memory import offload_needed
@@ -15,6 +15,7 @@ from ds_usp.planner.search import Plan, SearchResult, search
 __all__ = [
     "AUTO",
     "LEAST_BUCKET_ELEMENTS",
+    "Answer",
     "Choice",
     "Cluster",
     "ModelShape",
@@ -22,11 +23,11 @@ __all__ = [
     "Plan",
     "SearchResult",
     "Workload",
+    "answer",
     "bucket_elements",
     "choose_ulysses",
     "cluster_of",
     "degree_or_auto",
-    "explain",
     "framework_caps",
     "load_cluster",
     "load_model",

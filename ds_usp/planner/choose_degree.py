@@ -1,4 +1,4 @@
-"""``--ulysses-degree auto``: the fastest degree of a run whose other degrees are fixed."""
+"""``--ulysses-degree auto``: the degree of a run whose other degrees are fixed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ds_usp.config import num_ranks_on_node
 from ds_usp.errors import ConfigError
-from ds_usp.planner.explain import explain
+from ds_usp.planner.answer import answer
 from ds_usp.planner.hardware import CLUSTERS, Cluster, load_cluster
 from ds_usp.planner.parallel_config import FrameworkCaps, ParallelConfig, Workload
 from ds_usp.planner.search import search
@@ -72,7 +72,7 @@ def cluster_of(
 def choose_ulysses(
     cluster: Cluster, work: Workload, framework: FrameworkCaps, config: ParallelConfig, gpus: int
 ) -> Choice:
-    """The fastest ulysses x ring for a run.
+    """The ulysses x ring for a run: of those that are fast, the rule's.
 
     Args:
         config: the other degrees, and the settings; what the degrees leave of ``gpus`` shares a
@@ -83,24 +83,31 @@ def choose_ulysses(
     """
     if gpus == config.tp * config.pp * config.dp:
         return Choice(1, ("planner: ulysses 1 x ring 1, each rank has full sequences",))
-    axes = ("tp", "pp", "dp", "recompute", "micro_batch", "order", "zero")
+    axes = ("tp", "pp", "dp", "recompute", "micro_batch", "zero")
     fixed: Mapping[str, object] = {axis: getattr(config, axis) for axis in axes}
     stages = (config.zero,)
     framework = replace(
-        framework, zero=stages, zero_in_pipeline=stages, chunks_loss=False, length_settings=()
+        framework,
+        zero=stages,
+        zero_in_pipeline=stages,
+        chunks_loss=False,
+        fsdp2=False,
+        length_settings=(),
     )
     result = search(cluster, work, gpus, framework, fixed=fixed, base=config)
     if not result.plans:
         raise ConfigError(
-            "--ulysses-degree auto: " + "; ".join(explain(result)) + ". A fixed degree is "
+            "--ulysses-degree auto: " + "; ".join(answer(result).why) + ". A fixed degree is "
             "taken without the planner"
         )
     best = result.plans[0]
-    pairs = [plan for (axis, _), plan in result.best_with.items() if axis == "ulysses"]
+    pairs = [plan for (axis, _), plan in result.best_with.items() if axis == "split"]
     pairs.sort(key=lambda plan: plan.time.total)
     times = ", ".join(f"{p.config.ulysses} x {p.config.ring} {p.time.total:.3g} s" for p in pairs)
     first = (
         f"planner: ulysses {best.config.ulysses} x ring {best.config.ring} on {cluster.name} "
         f"(predicted step of ulysses x ring: {times})"
     )
-    return Choice(best.config.ulysses, (first, *(f"planner: {line}" for line in explain(result))))
+    return Choice(
+        best.config.ulysses, (first, *(f"planner: {line}" for line in answer(result).why))
+    )

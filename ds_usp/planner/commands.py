@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import Any
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.planner import report
+from ds_usp.planner.answer import answer, answer_json, answer_text
 from ds_usp.planner.arguments import (
     BYTES,
     DTYPES,
@@ -28,19 +29,16 @@ from ds_usp.planner.arguments import (
     tokens,
     with_settings,
 )
-from ds_usp.planner.emit import FRAMEWORK_OF, emit
-from ds_usp.planner.emit import KINDS as EMITTED
-from ds_usp.planner.explain import explain
+from ds_usp.planner.diffusion import diffusion_plan
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.max_length import all_configs, length_steps, longest_workload, max_lengths
+from ds_usp.planner.max_length import all_configs, length_steps, max_lengths
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
+    ENGINES,
     FRAMEWORKS,
-    LENGTH_SETTING_NAMES,
     RECOMPUTE,
     SCHEDULES,
-    FrameworkCaps,
     ParallelConfig,
     Workload,
     framework_caps,
@@ -50,17 +48,7 @@ from ds_usp.planner.report import ClusterFlags, Command, Result
 from ds_usp.planner.search import AXES, GIB, search
 from ds_usp.planner.traffic import attention_bytes, recurrent_bytes
 
-_ONE_SEQUENCE = (
-    "--global-batch is 1 by default: all GPUs share one sequence, without data parallelism; give "
-    "that of your run"
-)
-_EMIT = (
-    "the best plan as flags of megatron_patches.run, flags of Megatron-LM (whose program calls "
-    'megatron_patches.apply("megatron_core")), DeepSpeed\'s configuration, a script beside '
-    "those of examples_deepspeed/sequence_parallel, or a command for transformers' Trainer"
-)
-
-
+_MEMORY_GIB = "of a GPU, as the device says; a plan fills 96 %% of it (default: the cluster's)"
 _MOST_ROWS = 2**12  # of ranks, each compared with all others
 
 
@@ -97,6 +85,15 @@ class _DegreeFlags:
 class _FusionFlags:
     fused_activation: bool = flag("SwiGLU saves no sigmoid branch", False)
     fused_loss: bool = flag("a chunked loss: the full logits are never in memory", False)
+    fsdp2: bool = flag("FSDP2 shards weights, gradients and moments, which are fp32", False)
+    bf16_states: bool = flag("FSDP2 does, and they are bf16", False)
+
+    def fused(self) -> dict[str, Any]:
+        """The fields of a configuration that these flags state."""
+        given = {f.name: getattr(self, f.name) for f in fields(_FusionFlags)}
+        if self.fsdp2 or self.bf16_states:
+            given |= {"fsdp2": True, "zero": 3}
+        return given | ({"grad_bytes": 2} if self.bf16_states else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +117,12 @@ class _TrainingFlags(_FusionFlags, _DegreeFlags, ClusterFlags):
         Raises:
             ConfigError: GPUs that are no multiple of the degrees.
         """
-        config = self.parallel_config(
-            dp=1,
-            grad_bytes=BYTES[self.grad_dtype],
-            tp_sequence=not self.no_tp_sequence_parallel,
-            **settings,
-        )
+        given = {
+            "grad_bytes": BYTES[self.grad_dtype],
+            **self.fused(),
+            "tp_sequence": not self.no_tp_sequence_parallel,
+        }
+        config = self.parallel_config(**{**given, "dp": 1, **settings})
         if self.gpus and self.gpus % config.gpus:
             raise ConfigError(
                 f"--gpus {self.gpus} is not a multiple of tp {config.tp} x ulysses "
@@ -184,44 +181,56 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
 
 @dataclass(frozen=True, kw_only=True)
 class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
-    """the longest sequence that fits, for each way to save memory; with --gpus and without degrees
-    all degrees are tried"""
+    """the longest sequence that fits on --gpus, which share it, for each way to save memory"""
 
-    memory_gib: Positive | None = flag("budget of a GPU (default: 96 %% of its memory)", None)
+    engine: str = flag(
+        "the program that trains", FRAMEWORKS[0].name, choices=[caps.name for caps in FRAMEWORKS]
+    )
+    # None is what the base class has not: not given.
+    zero: ZeroStage | None = flag(  # type: ignore[assignment]
+        "ZeRO stage (default: FSDP2, or 1 where there is none)", None
+    )
+    memory_gib: Positive | None = flag(_MEMORY_GIB, None)
     host_memory_gib: Positive | None = flag("of a node (default: the cluster's)", None)
 
     def result(self) -> Result:
         """The longest sequences; exit status 1 if not even the shortest one fits.
 
-        Searches all degrees of ``--gpus`` where none is given, else takes the given ones alone.
+        All GPUs share a sequence, but for data-parallel ranks that are asked for: degrees that are
+        not given are those that go furthest.
         """
-        config, model = self.training_config(), load_model(self.model)
+        model, caps = load_model(self.model), framework_caps(self.engine)
+        caps = caps.for_model(model)
+        sharded = {"fsdp2": True, "zero": 3} if caps.fsdp2 and self.zero is None else {}
+        base = self.training_config(**sharded)
         cluster, name = self.load_cluster()
         if self.host_memory_gib is not None:
             cluster = replace(cluster, host_memory_bytes=self.host_memory_gib * GIB)
-        budget = cluster.budget_bytes if self.memory_gib is None else self.memory_gib * GIB
-        searched = bool(self.gpus) and {self.tp, self.ulysses, self.ring, self.pp} == {None}
-        if searched:
-            base = config.replace(dp=self.dp or 1)
-            configs = all_configs(model, base, self.gpus or 0, cluster)
-        else:
-            require_feasible(*longest_workload(model, config), self.gpus)
-            configs = [config]
-        limits = cluster, budget, self.workspace_bytes(cluster)
+        if self.memory_gib is not None:
+            cluster = replace(cluster, memory_bytes=self.memory_gib * GIB)
+        budget = cluster.budget_bytes
+        axes = ("tp", "ulysses", "ring", "pp")
+        fixed = {axis: getattr(self, axis) for axis in axes if getattr(self, axis)}
+        fixed |= {"dp": self.dp or 1}
+        if not self.gpus:  # as many as the degrees take
+            fixed = dict.fromkeys(axes, 1) | fixed
+        gpus = self.gpus or math.prod(fixed.values())
+        configs = all_configs(model, base, gpus, cluster, caps, fixed)
+        limits = cluster, budget, self.workspace_bytes(cluster), caps
         rows = max_lengths(model, configs, *limits)
         steps = length_steps(model, configs, *limits)
         content = [report.max_length_row(row) for row in (*rows, *steps)]
         text = [
             name,
-            *report.max_length_text(model, cluster, budget, rows, not searched),
-            *report.length_steps_text(model, *limits, steps),
+            *report.max_length_text(model, cluster, budget, rows, self.engine),
+            *report.length_steps_text(model, *limits[:3], steps),
         ]
         return Result(content, text, 0 if any(row.seq_len for row in rows) else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
-    """the fastest parallel configurations that fit"""
+    """how to run a model: one plan that fits, why it, and the lines that run it"""
 
     gpus: Gpus = flag("GPUs of all nodes")
     gpus_per_node: Gpus | None = flag("in one node (default: the cluster's)", None)
@@ -229,19 +238,13 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
     documents: tuple[int, ...] | None = flag(
         f"lengths of the packed documents, with commas, {TOKENS}", None, type=lengths
     )
-    top: Count = flag("number of plans to list", 5)
-    memory_gib: Positive | None = flag("budget of a GPU (default: 96 %% of its memory)", None)
-    engine: str | None = flag(
-        "only plans that this framework supports (default: that of --emit, else any)",
-        None,
-        choices=[caps.name for caps in FRAMEWORKS],
-    )
-    explain: bool = flag("reasons, with the best alternative of each choice", False)
-    emit: str | None = flag(_EMIT, None, choices=tuple(EMITTED))
+    engine: str = flag("the program that trains", ENGINES[0], choices=ENGINES)
+    memory_gib: Positive | None = flag(_MEMORY_GIB, None)
+    top: CountOrZero = flag("plans within the formulas' error to list in a table", 0)
+    lines: bool = flag("print the lines that run the plan, and nothing else", False)
     tp: Gpus | None = flag("only plans with this tp", None)
     ulysses: Gpus | None = flag("only plans with this ulysses", None)
     ring: Gpus | None = flag("only plans with this ring", None)
-    order: str | None = flag("only plans with this order", None, choices=ORDERS)
     pp: Gpus | None = flag("only plans with this pp", None)
     dp: Gpus | None = flag("only plans with this dp", None)
     zero: ZeroStage | None = flag("only plans with this zero", None)
@@ -249,48 +252,34 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
     micro_batch: Count | None = flag("only plans with this micro_batch", None)
 
     def result(self) -> Result:
-        """The plans found, or the best one's flags; exit status 1 if nothing fits."""
+        """The recommended plan; exit status 1 if nothing fits."""
         cluster, name = self.load_cluster()
         if self.gpus_per_node is not None:
             cluster = cluster.with_gpus_per_node(self.gpus_per_node)
+        if self.engine == "diffusers":
+            per_node = min(cluster.gpus_per_node, self.gpus)
+            content, text = diffusion_plan(self.model, self.gpus, per_node)
+            return Result(content, [content["lines"]] if self.lines else text)
         model = load_model(self.model)
         work = Workload(model, self.seq_len, self.global_batch or 1, self.documents or ())
-        budget = None if self.memory_gib is None else self.memory_gib * GIB
+        if self.memory_gib is not None:
+            cluster = replace(cluster, memory_bytes=self.memory_gib * GIB)
         fixed = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
-        settings = ("fused_activation", "fused_loss", *LENGTH_SETTING_NAMES)
-        base = ParallelConfig(**{name: getattr(self, name) for name in settings})
-        result = search(cluster, work, self.gpus, self._framework(base), budget, fixed, base)
-        plans = result.plans
-        emitted = emit(self.emit, work, plans[0].config) if self.emit and plans else None
-        content = report.search_result_json(result, self.top)
-        reasons = explain(result) if self.explain else []
-        if self.explain:
-            content["explanation"] = reasons
-        if emitted:
-            content["emitted"] = emitted
-            if reasons and not self.json:
-                print("\n".join(reasons), file=sys.stderr)
-            return Result(content, [emitted])
-        alone = self.global_batch is None and self.gpus > 1
-        text: list[object] = [
-            name,
-            report.plans_text(result, self.top),
-            *([_ONE_SEQUENCE] if alone else []),
-        ]
-        # Where nothing fits, the report has said why already.
-        text += ["", *reasons] if plans and reasons else []
-        return Result(content, text, 0 if plans else 1)
-
-    def _framework(self, base: ParallelConfig) -> FrameworkCaps:
-        if not self.emit:
-            return framework_caps(self.engine or "any").with_settings_of(base)
-        name = FRAMEWORK_OF[self.emit]
-        if self.engine not in (None, name):
-            raise ConfigError(
-                f"--emit {self.emit} is what {name} can run, not --engine {self.engine}: leave "
-                "one out"
+        base = ParallelConfig(**self.fused())
+        caps = framework_caps(self.engine).with_settings_of(base)
+        found = search(cluster, work, self.gpus, caps, fixed=fixed, base=base)
+        longer = None
+        if found.plans:
+            twice = replace(
+                work, seq_len=2 * self.seq_len, document_lengths=2 * work.document_lengths
             )
-        return framework_caps(name).with_settings_of(base)
+            longer = search(cluster, twice, self.gpus, caps, fixed=fixed, base=base)
+        told = answer(found, longer)
+        content, status = answer_json(told, self.top), 0 if told.plan else 1
+        if self.lines and told.plan:
+            return Result(content, [told.lines])
+        alone = self.global_batch is None and self.gpus > 1
+        return Result(content, [name, *answer_text(told, self.top, alone)], status)
 
 
 @dataclass(frozen=True, kw_only=True)

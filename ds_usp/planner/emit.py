@@ -1,9 +1,10 @@
-"""A plan as the flags, the configuration or the script that runs it."""
+"""A plan as the lines of the program that runs it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -12,28 +13,23 @@ from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
-from ds_usp.settings import SETTINGS
+from ds_usp.settings import LENGTH_SETTINGS
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
 
 
-def emit(kind: str, work: Workload, config: ParallelConfig) -> str:
-    """A plan as flags, a configuration or a script.
-
-    Args:
-        kind: one of :data:`KINDS`.
+def emit(engine: str, work: Workload, config: ParallelConfig) -> str:
+    """The lines by which a program runs a plan.
 
     Raises:
-        ConfigError: a kind that is unknown, or a plan or a model that the program cannot run.
+        ConfigError: a plan or a model that the program's settings cannot state.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"--emit {kind} is none of {', '.join(KINDS)}")
     if min(config.ulysses, config.ring) > 1 and config.order != DEFAULT_SP_ORDER:
         raise ConfigError(
-            f"{kind} lays ulysses and ring out as {DEFAULT_SP_ORDER} and has no switch for "
-            f"{config.order}: leave --order out"
+            f"{engine} lays ulysses and ring out as {DEFAULT_SP_ORDER} and has no switch for "
+            f"{config.order}"
         )
-    return KINDS[kind](work, config)
+    return _EMITTERS[engine](work, config)
 
 
 Flags: TypeAlias = Mapping[str, object]
@@ -73,7 +69,7 @@ def _refuse_facts(model: ModelShape, program: str, *, missing: tuple[str, ...] =
     if facts:
         raise ConfigError(
             f"{program} has no flag for {', '.join(facts)} of {model.name}: it would train another "
-            "model. Plan without --emit, or write the flags by hand"
+            "model"
         )
 
 
@@ -115,7 +111,7 @@ def _norm_flags(model: ModelShape) -> Flags:
 
 
 def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
-    """Flags of ``python -m megatron_patches.run pretrain_gpt.py``."""
+    """Flags of ``python -m megatron_patches.run pretrain_gpt.py``, with :func:`ds_config`."""
     model = work.model
     _refuse_facts(model, "Megatron-DeepSpeed", missing=("qkv_bias", "qk_norm"))
     memory = _memory_flags(work, config)
@@ -150,7 +146,7 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> Flags:
     if config.virtual_stages(work.model) > 1 or config.recompute == "attention-only":
         raise ConfigError(
             "Megatron-DeepSpeed has neither virtual stages nor recomputation of attention alone; "
-            "search with --engine megatron-deepspeed"
+            "plan with --engine megatron-deepspeed"
         )
     _refuse_zero(config)
     if config.fused_activation:
@@ -161,21 +157,25 @@ def _memory_flags(work: Workload, config: ParallelConfig) -> Flags:
         if used and config.pp > 1:
             raise ConfigError(
                 f"Megatron-DeepSpeed has no {flag} in a pipeline, and the plan has pp {config.pp}: "
-                "search with --pp 1"
+                "plan with --pp 1"
             )
-    tokens = config.micro_batch * work.seq_len // config.sp
     return {
         "usp-recompute": config.recompute != "none" and config.recompute,
         "usp-offload-ratio": config.offload_ratio > 0 and f"{config.offload_ratio:g}",
-        "usp-loss-chunks": config.fused_loss and -(-tokens // _CHUNK_TOKENS),
+        "usp-loss-chunks": config.fused_loss and loss_chunks(work, config),
         **_length_setting_flags(config),
         "reset-attention-mask": bool(work.document_lengths),
         "reset-position-ids": bool(work.document_lengths),
     }
 
 
+def loss_chunks(work: Workload, config: ParallelConfig) -> int:
+    """Chunks of a loss in chunks."""
+    return -(-config.micro_batch * work.seq_len // config.sp // _CHUNK_TOKENS)
+
+
 def _length_setting_flags(config: ParallelConfig) -> Flags:
-    rows = ((row, getattr(config, row.name)) for row in SETTINGS if row.length_rank)
+    rows = ((row, getattr(config, row.name)) for row in LENGTH_SETTINGS)
     return {row.flag[2:]: value for row, value in rows if row.is_used(value)}
 
 
@@ -189,23 +189,7 @@ def _refuse_zero(config: ParallelConfig) -> None:
 
 
 def megatron_lm(work: Workload, config: ParallelConfig) -> str:
-    """Flags of ``python -m megatron_patches.run`` for ``pretrain_gpt.py`` of Megatron-LM."""
-    return _shell(_megatron_lm("megatron-lm", work, config, {"ulysses-degree": config.ulysses}))
-
-
-def megatron_core(work: Workload, config: ParallelConfig) -> str:
-    """Flags of Megatron-LM, whose program calls ``megatron_patches.apply("megatron_core")``.
-
-    The patches take ulysses x ring from ``--hierarchical-context-parallel-sizes``, and the layers
-    whose ``--cp-comm-type`` is ``usp``; Megatron-LM's own default is ``p2p``.
-    """
-    sizes = f"{config.ulysses} {config.ring}"
-    degrees = {"cp-comm-type": "usp", "hierarchical-context-parallel-sizes": sizes}
-    return _shell(_megatron_lm("megatron-core", work, config, degrees))
-
-
-def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees: Flags) -> Flags:
-    """Megatron-LM's own flags, with ``degrees`` where a sequence has several ranks.
+    """Flags of ``python -m megatron_patches.run pretrain_gpt.py`` of Megatron-LM.
 
     A plan's ``fused_activation`` needs no flag: Megatron-LM fuses SwiGLU by default, and a plan
     without it counts more memory than the run takes.
@@ -214,27 +198,29 @@ def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees
         ConfigError: a plan or a model for which it has no flag.
     """
     model = work.model
-    _refuse_facts(model, "Megatron-LM")
-    if config.zero > 1 or config.recompute not in framework_caps(framework).recompute:
+    scaling = _rope_scaling_flags(model)
+    stated = () if scaling else model.other_facts
+    _refuse_facts(replace(model, other_facts=stated), "Megatron-LM")
+    caps = framework_caps("megatron-lm").with_settings_of(config)
+    if config.zero > 1 or config.recompute not in caps.recompute:
         raise ConfigError(
-            f"{framework}'s flags have neither ZeRO-2 and 3 nor every recomputation, and the plan "
-            f"has ZeRO-{config.zero} and recompute {config.recompute}; search with --engine "
-            f"{framework}"
+            "Megatron-LM's flags have neither ZeRO-2 and 3 nor every recomputation, and the plan "
+            f"has ZeRO-{config.zero} and recompute {config.recompute}; plan with --engine "
+            "megatron-lm"
         )
     if config.offload_ratio:
         raise ConfigError(
             f"Megatron-LM's flags offload nothing, the plan has {config.offload_ratio:g}"
         )
-    framework_caps(framework).with_settings_of(config)
     if work.document_lengths:
         raise ConfigError("Megatron-LM's flags have no documents: leave --documents out")
     rotary, virtual = not model.learned_positions, config.virtual_stages(model) > 1
     grouped = model.kv_heads < model.heads
-    return {
+    flags = {
         "tensor-model-parallel-size": config.tp,
         "sequence-parallel": config.tp > 1 and config.tp_sequence,
         "context-parallel-size": config.sp,
-        **(degrees if config.sp > 1 else {}),
+        "ulysses-degree": config.sp > 1 and config.ulysses,
         "pipeline-model-parallel-size": config.pp,
         "num-layers-per-virtual-pipeline-stage": virtual and config.chunk_layers(model),
         "use-distributed-optimizer": config.zero == 1,
@@ -248,10 +234,27 @@ def _megatron_lm(framework: str, work: Workload, config: ParallelConfig, degrees
         "norm-epsilon": f"{model.norm_epsilon:g}",
         "position-embedding-type": rotary and "rope",
         "rotary-base": rotary and int(model.rope_theta),
+        **scaling,
         **_recompute_flags(config),
         # A dense mask of 128K tokens is 16 GiB a sequence; the causal rule needs none.
         "no-create-attention-mask-in-dataloader": True,
     }
+    return _shell(flags)
+
+
+def _rope_scaling_flags(model: ModelShape) -> Flags:
+    """Flags of Llama 3.1's scaling, if that is the one fact of a model that no other flag has:
+    Megatron-LM has its other constants."""
+    facts = model.other_facts
+    if len(facts) != 1 or not facts[0].startswith("rope_scaling {"):
+        return {}
+    scaling = json.loads(facts[0].partition(" ")[2])
+    kind = scaling.pop("rope_type", scaling.pop("type", ""))
+    factor, constants = scaling.pop("factor", None), (1, 4, 8192)
+    names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if kind != "llama3" or tuple(scaling.get(name) for name in names) != constants:
+        return {}
+    return {"use-rope-scaling": True, "rope-scaling-factor": f"{factor:g}"}
 
 
 def _recompute_flags(config: ParallelConfig) -> Flags:
@@ -270,15 +273,15 @@ def _recompute_flags(config: ParallelConfig) -> Flags:
     return flags
 
 
-def ds_config(work: Workload, config: ParallelConfig) -> str:
-    """DeepSpeed's configuration file, for ``initialize_deepspeed`` and for Megatron-DeepSpeed."""
+def ds_config(work: Workload, config: ParallelConfig) -> Mapping[str, object]:
+    """DeepSpeed's configuration of a plan."""
     _refuse_zero(config)
     zero: dict[str, object] = {"stage": config.zero}
     zero["reduce_bucket_size"] = bucket_elements(work.model, config.tp, config.zero)
     if config.zero in (1, 2):
         zero |= {"contiguous_gradients": True, "overlap_comm": config.overlap_gradients}
         zero["allgather_bucket_size"] = LEAST_BUCKET_ELEMENTS
-    content = {
+    return {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.micro_batches(work.global_batch),
         "zero_optimization": zero,
@@ -286,7 +289,6 @@ def ds_config(work: Workload, config: ParallelConfig) -> str:
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32" if config.grad_bytes == 4 else "bf16"},
     }
-    return json.dumps(content, indent=2)
 
 
 _SCRIPT = """#!/usr/bin/env bash
@@ -328,8 +330,8 @@ set -- {more} "$@"
 """
 
 
-def script(work: Workload, config: ParallelConfig) -> str:
-    """A script beside those of ``examples_deepspeed/sequence_parallel``, for either program."""
+def trainer(work: Workload, config: ParallelConfig) -> str:
+    """A script beside those of ``examples_deepspeed/sequence_parallel``."""
     model = work.model
     _refuse_facts(model, "the trainer", missing=("qkv_bias", "qk_norm", "head_dim"))
     more = {
@@ -361,17 +363,26 @@ def script(work: Workload, config: ParallelConfig) -> str:
     ).rstrip()
 
 
-_TRAINER = """# {name} on sequences of {seq_length} tokens, {num_gpus} GPUs: planned by ds-usp plan.
-# In a checkout; several nodes: NNODES, and RENDEZVOUS="--node-rank N --master-addr HOST"
-torchrun --nnodes "${{NNODES:-1}}" --nproc-per-node $(({num_gpus} / ${{NNODES:-1}})) \\
-    ${{RENDEZVOUS:---standalone}} examples_deepspeed/transformers_sft/sft.py \\
-    --model "${{MODEL:?the folder or the hub id of {name}}}" --data "${{DATA_PATH:-}}" \\
-"""
+def _command(config: ParallelConfig, checkout: str, flags: str) -> str:
+    return f"""\
+# {config.gpus} GPUs. Several nodes: NNODES, and RENDEZVOUS="--node-rank N --master-addr HOST"
+torchrun --nnodes ${{NNODES:-1}} --nproc-per-node $(({config.gpus} / ${{NNODES:-1}})) \\
+${{RENDEZVOUS:---standalone}} -m megatron_patches.run ${checkout}/pretrain_gpt.py \\
+{flags}"""
+
+
+def _of_megatron_lm(work: Workload, config: ParallelConfig) -> str:
+    return _command(config, "MEGATRON_LM_PATH", megatron_lm(work, config))
+
+
+def _of_megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
+    content = json.dumps(ds_config(work, config), indent=2)
+    command = _command(config, "MEGATRON_DEEPSPEED_PATH", megatron_deepspeed(work, config))
+    return f"cat > ds_config.json <<'END'\n{content}\nEND\n{command}"
 
 
 def transformers(work: Workload, config: ParallelConfig) -> str:
-    """A command of ``examples_deepspeed/transformers_sft/sft.py``: a Trainer under DeepSpeed. The
-    model's facts are in its own configuration.
+    """Python beside a model of transformers. The model's facts are in its own configuration.
 
     Raises:
         ConfigError: tensor or pipeline parallelism, or what models of transformers have not.
@@ -379,43 +390,79 @@ def transformers(work: Workload, config: ParallelConfig) -> str:
     caps = framework_caps("transformers").with_settings_of(config)
     if max(config.tp, config.pp) > 1 or config.recompute not in caps.recompute:
         raise ConfigError(
-            f"transformers' Trainer has no tp {config.tp}, pp {config.pp} and recompute "
-            f"{config.recompute}: search with --engine transformers"
+            f"transformers has no tp {config.tp}, pp {config.pp} and recompute "
+            f"{config.recompute}: plan with --engine transformers"
         )
-    # Batch sizes are those of a replica, which is all ranks of a sequence: sft.py attaches the
-    # Trainer to the mesh. DeepSpeed's configuration has the same numbers, as transformers compares
-    # them, and is one quoted word of the shell.
-    memory = _memory_flags(work, config).items()
-    flags = {
-        "trainer": "transformers",
-        "packing": "true" if work.document_lengths else "false",
-        "max_length": work.seq_len,
-        "sequence_parallel_size": config.sp,
-        "ulysses_degree": config.ulysses,
-        "per_device_train_batch_size": config.micro_batch,
-        "gradient_accumulation_steps": config.micro_batches(work.global_batch),
-        **{name.replace("-", "_"): value for name, value in memory if name.startswith("usp")},
-        "bf16": "true",
-        "output_dir": f"usp_output/{work.model.name}",
-        "deepspeed": f"'{json.dumps(json.loads(ds_config(work, config)))}'",
+    options = {
+        "recompute": config.recompute != "none" and f'"{config.recompute}"',
+        "offload_ratio": config.offload_ratio > 0 and f"{config.offload_ratio:g}",
+        "loss_chunks": config.fused_loss and loss_chunks(work, config),
+        "mlp_chunks": config.mlp_chunks > 1 and config.mlp_chunks,
     }
-    numbers = {"seq_length": work.seq_len, "num_gpus": config.gpus}
-    shown = _TRAINER.format(name=work.model.name, **numbers)
-    return shown + " \\\n".join(f"    {word}" for word in _words(flags))
+    given = "".join(f", {name}={value}" for name, value in options.items() if value is not False)
+    mesh = f"SequenceMesh.from_group(None, ulysses_degree={config.ulysses})"
+    if config.dp > 1:
+        axes = f'{{"ulysses": {config.ulysses}, "ring": {config.ring}, "dp": {config.dp}}}'
+        mesh = f"SequenceMesh.build(ds_usp.RankGrid({axes}))"
+    sizes = f"per_device_train_batch_size={config.micro_batch}"
+    accumulated = config.micro_batches(work.global_batch)
+    sizes += f", gradient_accumulation_steps={accumulated}" if accumulated > 1 else ""
+    if config.fsdp2:
+        dtype = "bfloat16" if config.bf16_states else "float32"
+        engine = 'fsdp=True, fsdp_config={"version": 2}'
+        policy = f"param_dtype=torch.bfloat16, reduce_dtype=torch.{dtype}"
+        loop = f"""\
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+policy = MixedPrecisionPolicy({policy})
+for layer in model.model.layers:
+    fully_shard(layer, mp_policy=policy)
+fully_shard(model, mp_policy=policy)"""
+    else:
+        _refuse_zero(config)
+        dtype = "bfloat16"
+        content = json.dumps(ds_config(work, config), indent=4)
+        content = content.replace("true", "True").replace("false", "False")
+        engine = "deepspeed=ds_config"
+        loop = """\
+optimizer = torch.optim.AdamW(model.parameters())
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)"""
+    head = f"# {config.gpus} processes of torchrun; from_pretrained(..., dtype=torch.{dtype})"
+    configured = "" if config.fsdp2 else f"ds_config = {content}\n"
+    return f"""\
+{head}
+import ds_usp
+from ds_usp.integrations.transformers import attach, enable, replicate_batches
+
+mesh = ds_usp.{mesh}
+enable(model, mesh{given})  # before a Trainer or an engine has it
+{configured}
+# a Trainer, or one of TRL's; its batch sizes count sequences of a mesh:
+args = TrainingArguments(bf16=True, {sizes}, {engine})
+attach(trainer, mesh)  # a trainer with these args and yours, before trainer.train()
+
+# or a loop of your own, over replicate_batches(loader, mesh):
+{loop}"""
 
 
-KINDS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyType(
+_DIFFUSERS = """\
+# torchrun, {gpus} processes; each calls the pipeline with a generator of the same seed
+import ds_usp
+from ds_usp.integrations.diffusers import enable
+
+mesh = ds_usp.SequenceMesh.from_group(None, ulysses_degree={ulysses})
+enable(pipe, mesh)  # with guidance, under torch.no_grad(): enable(pipe, mesh, cfg_degree=2)"""
+
+
+def diffusers(gpus: int, ulysses: int) -> str:
+    """Python beside a pipeline of diffusers whose images all ranks share."""
+    return _DIFFUSERS.format(gpus=gpus, ulysses=ulysses)
+
+
+_EMITTERS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyType(
     {
-        "megatron-deepspeed": megatron_deepspeed,
-        "megatron-lm": megatron_lm,
-        "megatron-core": megatron_core,
-        "ds-config": ds_config,
-        "script": script,
         "transformers": transformers,
+        "megatron-lm": _of_megatron_lm,
+        "megatron-deepspeed": _of_megatron_deepspeed,
+        "trainer": trainer,
     }
-)
-FRAMEWORK_OF: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(KINDS, "megatron-deepspeed")
-    | {name: name for name in ("megatron-lm", "megatron-core", "transformers")}
-    | {"script": "trainer"}
 )

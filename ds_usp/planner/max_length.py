@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.degree_rule import rule_degrees
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
-    LENGTH_SETTING_NAMES,
-    RECOMPUTE,
+    FrameworkCaps,
     ParallelConfig,
     Workload,
     added_words,
@@ -48,19 +48,14 @@ class MaxLength:
     added: str = ""
 
 
-def longest_workload(model: ModelShape, config: ParallelConfig) -> tuple[Workload, ParallelConfig]:
-    """The longest sequence that is tried, and the config with full recomputation, which goes with
-    all other settings: what breaks a rule here has no longest sequence at all."""
-    return _workload(model, config, _MAX_TOKENS), config.replace(recompute="full")
-
-
 def shortest_workload(model: ModelShape, config: ParallelConfig) -> Workload:
     """The shortest sequence that is tried: where it does not fit, none does."""
     return _workload(model, config, STEP)
 
 
 def _workload(model: ModelShape, config: ParallelConfig, seq_len: int) -> Workload:
-    return Workload(model, seq_len, 2 * config.pp * config.dp * config.micro_batch)
+    stages = 2 * config.pp if config.pp > 1 else 1  # enough micro batches to fill them
+    return Workload(model, seq_len, stages * config.dp * config.micro_batch)
 
 
 def max_lengths(
@@ -69,6 +64,7 @@ def max_lengths(
     cluster: Cluster,
     budget_bytes: float,
     workspace_bytes: float,
+    framework: FrameworkCaps,
 ) -> list[MaxLength]:
     """For each kind of recomputation, without and with offload, the degrees that go furthest.
 
@@ -79,14 +75,15 @@ def max_lengths(
             offload do not count.
         budget_bytes: of one GPU.
         workspace_bytes: what no formula counts.
+        framework: whose recomputation, and offload, are tried.
     """
     limits = _Limits(cluster, budget_bytes, workspace_bytes, bases[0])
     results = []
-    for recompute in RECOMPUTE:
+    for recompute in framework.recompute:
         configs = [base.replace(recompute=recompute, offload_ratio=0.0) for base in bases]
         if any(memory_violations(_workload(model, configs[0], _MAX_TOKENS), configs[0])):
             continue
-        for offload in (False, True):
+        for offload in (False, True)[: 1 + framework.offloads]:
             results.append(limits.furthest(model, configs, offload))
     return results
 
@@ -97,6 +94,7 @@ def length_steps(
     cluster: Cluster,
     budget_bytes: float,
     workspace_bytes: float,
+    framework: FrameworkCaps,
 ) -> list[MaxLength]:
     """Full recomputation with offload, then in each row one more setting that trades time for
     length: the one that goes furthest; those that make nothing longer are left out.
@@ -106,20 +104,22 @@ def length_steps(
     """
     limits = _Limits(cluster, budget_bytes, workspace_bytes, bases[0])
     configs = [base.replace(recompute="full", offload_ratio=0.0) for base in bases]
-    steps = [replace(limits.furthest(model, configs, True), added="full, offload")]
+    offload = framework.offloads
+    first = "full, offload" if offload else "full"
+    steps = [replace(limits.furthest(model, configs, offload), added=first)]
     while True:
         options: list[tuple[str, list[ParallelConfig]]] = []
-        if not configs[0].fused_loss:
+        if framework.can_chunk_loss(configs[0]):
             chunked = [config.replace(fused_loss=True) for config in configs]
             options.append(("loss in chunks", chunked))
         given = configs[0].replace(checkpoint_layers=bases[0].checkpoint_layers)
         long = _workload(model, given, _MAX_TOKENS)
-        for setting in LENGTH_SETTING_NAMES:
+        for setting in framework.length_settings:
             for config in length_options(long, given, setting):
                 change = {setting: getattr(config, setting)}
                 options.append((added_words(config, given), [c.replace(**change) for c in configs]))
         lengths = [
-            (replace(limits.furthest(model, changed, True), added=words), changed)
+            (replace(limits.furthest(model, changed, offload), added=words), changed)
             for words, changed in options
         ]
         furthest = max(lengths, key=lambda each: each[0].seq_len, default=None)
@@ -188,25 +188,48 @@ def _bisect(evaluate: Callable[[int], MaxLength]) -> MaxLength:
 
 
 def all_configs(
-    model: ModelShape, base: ParallelConfig, gpus: int, cluster: Cluster
+    model: ModelShape,
+    base: ParallelConfig,
+    gpus: int,
+    cluster: Cluster,
+    framework: FrameworkCaps,
+    fixed: Mapping[str, int],
 ) -> list[ParallelConfig]:
-    """All degrees of so many GPUs that a model can have, the simplest first.
+    """All degrees of so many GPUs that a model and a program can have, the simplest first.
 
-    Data-parallel ranks hold sequences of their own and make none longer, so ``base.dp`` stays.
+    Args:
+        fixed: degrees that are given. Data-parallel ranks hold sequences of their own and make none
+            longer, so ``dp`` is among them.
 
     Raises:
-        ConfigError: the GPUs are no multiple of ``base.dp``, or no degrees are feasible.
+        ConfigError: no degrees are feasible.
     """
     configs, reason = [], ""
-    for tp, ulysses, ring, pp, _ in degrees(gpus, {"dp": base.dp}):
+    undivided = {} if framework.divides_layers else {"tp": 1, "pp": 1}
+    if any(fixed.get(axis, 1) > 1 for axis in undivided):
+        raise ConfigError(f"{framework.name} has no --tp and no --pp: take --engine megatron-lm")
+    cluster = cluster.with_gpus_per_node(min(gpus, cluster.gpus_per_node))
+    base = base.replace(
+        eager_norms=framework.eager_norms,
+        tp_sequence=base.tp_sequence and framework.tp_sequence,
+        unsharded_grad_reduce=framework.unsharded_grad_reduce,
+    )
+    for tp, ulysses, ring, pp, dp in degrees(gpus, {**fixed, **undivided}):
         if tp > cluster.gpus_per_node:
             continue
-        config = base.replace(tp=tp, ulysses=ulysses, ring=ring, pp=pp)
-        work, recomputed = longest_workload(model, config)
-        infeasible = infeasible_reason(work, recomputed)
+        config = base.replace(tp=tp, ulysses=ulysses, ring=ring, pp=pp, dp=dp)
+        config = config.replace(schedule=framework.schedule if pp > 1 else "1f1b")
+        work = _workload(model, config, _MAX_TOKENS)
+        # Full recomputation goes with all other settings: what breaks a rule now always does.
+        infeasible = infeasible_reason(work, config.replace(recompute="full"))
         reason = reason or infeasible or ""
-        if not (infeasible or refusal_rule(work, config)):
+        if not infeasible and (refusal_rule(work, config) is None or "ulysses" in fixed):
             configs.append(config)
     if not configs:
         raise ConfigError(f"no degrees of {gpus} GPUs are possible: {reason}")
-    return sorted(configs, key=lambda config: (config.tp, config.pp, config.ring))
+
+    def simplest(config: ParallelConfig) -> tuple[object, ...]:
+        rule = rule_degrees(config.sp, model.kv_heads, cluster.gpus_per_node, config.tp)
+        return config.tp, config.pp, (config.ulysses, config.ring) != rule, config.ring
+
+    return sorted(configs, key=simplest)

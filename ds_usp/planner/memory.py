@@ -128,8 +128,9 @@ def _recomputed_layer_bytes(work: Workload, config: ParallelConfig) -> tuple[flo
     if config.recompute == "attention":
         kept = layer_bytes(work, config) - input_bytes(work, config)
     at_attention = peak.held + peak.kernel + peak.buffers - kept
-    if at_mlp > at_attention:
-        return 0.0, at_mlp
+    at_norm = eager_norm_peak(work, config) - kept
+    if max(at_mlp, at_norm) > at_attention:
+        return 0.0, max(at_mlp, at_norm)
     return peak.buffers, at_attention - peak.buffers
 
 
@@ -191,6 +192,9 @@ def stage_memory(
     host_states = optimizer if config.states_on_host else 0.0
     logits = shared.logits if stage == config.pp - 1 else 0.0
     gradients += shared.bucket
+    accumulated = gradients
+    if config.fsdp2 and config.micro_batches(work.global_batch) == 1:
+        accumulated = 0.0  # none is there when the backward pass begins
     copies = step_bytes(work, elements, config)
     if config.unsharded_grad_reduce and config.zero == 1 and config.zero_ranks > 1:
         # Of all gradients while they are all-reduced: in the parameters' dtype, and as one flat
@@ -198,6 +202,11 @@ def stage_memory(
         flat = config.grad_bytes if elements <= _BUCKET_ELEMENTS else 0
         copies = elements * (config.param_bytes + flat) + copies
     at_layer, at_loss = shared.exchange + shared.transient, logits + shared.gathered_at_loss
+    at_end = fsdp2_root_bytes(work, config)
+    if gradients + at_end > accumulated + resident + max(at_loss, at_layer):
+        nothing = (0.0, 0.0, 0.0, at_end)
+        states = (weights, gradients, optimizer)
+        return Memory(*states, *nothing, workspace_bytes, stage, offloaded, host_states)
     if copies + host_states > resident + max(at_loss, at_layer):
         states = (weights, gradients + copies, optimizer)
         nothing = (0.0, 0.0, 0.0, 0.0)
@@ -205,7 +214,7 @@ def stage_memory(
     peak_at_loss = at_loss > at_layer
     return Memory(
         weights=weights,
-        gradients=gradients,
+        gradients=accumulated,
         optimizer=optimizer - host_states,
         activations=resident,
         logits=logits if peak_at_loss else 0.0,
@@ -270,8 +279,12 @@ def _offloaded_inputs(layers: int, group: int, saved: int) -> int:
 
 
 def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer states of so many elements on one rank, after ZeRO."""
+    """Weights, gradients and optimizer states of so many elements on one rank, after they are
+    sharded; FSDP2 updates its shards of the weights and has no copy of them."""
     ranks = config.zero_ranks
+    if config.fsdp2:
+        shard = elements * (2 if config.bf16_states else 4) / ranks
+        return shard, shard, 2 * shard
     return (
         elements * config.param_bytes / (ranks if config.zero == 3 else 1),
         elements * config.grad_bytes / (ranks if config.zero >= 2 else 1),
@@ -424,6 +437,26 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     )
 
 
+def eager_norm_peak(work: Workload, config: ParallelConfig) -> float:
+    """Bytes that live in the backward pass of the norm before attention, operator by operator in
+    fp32, of a layer that is recomputed: the last of the layer, with what a checkpoint has not
+    released. 0 where norms are fused.
+
+    Listed at the peak of a step of Qwen3 on 2 CPU ranks: seven tensors of hidden features in fp32
+    (the input, its square, the gradients of what is made of them), two in bf16; queries and keys of
+    their norms in fp32 and bf16; attention's output by heads and by tokens; with Ulysses what its
+    first exchange has received.
+    """
+    model, tokens = work.model, work.rank_tokens(config)
+    if not config.eager_norms or model.biases or not model.attention:
+        return 0.0
+    hidden, q, kv = model.hidden, model.q_width, 2 * model.kv_width
+    features: float = 7 * 4 * hidden + 2 * 2 * hidden + 2 * 2 * q
+    features += (4 + 2) * (q + kv / 2) if model.qk_norm else 0
+    features += 2 * (q + kv) if config.ulysses > 1 else 0
+    return tokens * features
+
+
 def recurrent_peak(work: Workload, config: ParallelConfig) -> float:
     """Bytes that live in the backward pass of a recurrent mixer, beside what the layer saves: the
     gradients of its output, of what its product and its convolution made; the states before its
@@ -467,7 +500,7 @@ SUB_GROUP_ELEMENTS = 1_000_000_000  # its sub_group_size, of a rank's shards
 def bucket_bytes(work: Workload, config: ParallelConfig) -> float:
     """The buffer in which gradients are reduced, which is there all the time; they are reduced in
     fp32 where a sequence is on several ranks, else in the parameters' dtype. 0 but in ZeRO-3."""
-    if config.zero != 3:
+    if config.zero != 3 or config.fsdp2:
         return 0.0
     element = 4 if config.sp > 1 else config.param_bytes
     return float(element * bucket_elements(work.model, config.tp, config.zero))
@@ -483,12 +516,34 @@ def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> 
     """
     if config.zero != 3 or config.zero_ranks == 1:
         return 0.0
+    if config.fsdp2:
+        return _gathered_by_fsdp2(work, config, at_loss=at_loss)
     elements = stage_elements(work, config, 0)
     if not at_loss:
         elements -= head_elements(work, config)
     matrices = max(max(layer_matrices(part)) for part in work.model.parts) / config.tp
     largest = max(_table_elements(work, config), matrices)
     return min(elements, LIVE_ELEMENTS + largest) * config.param_bytes
+
+
+def _gathered_by_fsdp2(work: Workload, config: ParallelConfig, *, at_loss: bool) -> float:
+    """What is whole on a rank in bf16 under FSDP2 with a unit a layer: the tables of the model,
+    from the first pass to the last; a layer. In a layer's backward pass also the next one,
+    which is gathered ahead, the layer's gradients, and the head's, which wait for the model's."""
+    table = _table_elements(work, config)
+    layer = max(sum(layer_matrices(part)) for part in work.model.parts)
+    tables = table * (1 if work.model.tied else 2)
+    whole = tables + layer if at_loss else tables + 3 * layer + table
+    return whole * config.param_bytes
+
+
+def fsdp2_root_bytes(work: Workload, config: ParallelConfig) -> float:
+    """At the end of the backward pass under FSDP2: the tables whole, their gradients in bf16, and
+    these once more in the dtype in which they are reduced. 0 elsewhere."""
+    if not config.fsdp2:
+        return 0.0
+    tables = _table_elements(work, config) * (1 if work.model.tied else 2)
+    return tables * (2 * config.param_bytes + (2 if config.bf16_states else 4))
 
 
 def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float:
@@ -500,7 +555,7 @@ def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float
     Args:
         elements: of the parameters of a stage, before they are sharded.
     """
-    if config.zero != 3:
+    if config.zero != 3 or config.fsdp2:
         return 0.0
     shard = elements / config.zero_ranks
     if shard <= SUB_GROUP_ELEMENTS:

@@ -318,7 +318,8 @@ def _built_in(
         facts["other_facts"] = ("layers that carry a state",)
     facts["other_facts"] = tuple(facts.get("other_facts", ()))
     facts["experts"] = Experts(*map(int, experts.split())) if experts else None
-    model = ModelShape(name, *map(int, sizes.split()), **facts)
+    depth, hidden, ffn, heads, kv_heads, vocab = map(int, sizes.split())
+    model = ModelShape(name, depth, hidden, ffn, heads, kv_heads, vocab, **facts)
     if not layers:
         return model
     kinds = []

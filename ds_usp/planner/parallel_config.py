@@ -8,7 +8,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import Degrees, Refusal, divisors
@@ -96,11 +97,16 @@ class ParallelConfig:
         tp_sequence: Megatron's sequence parallelism: norms are sharded along the sequence.
         schedule: one of :data:`SCHEDULES`; with several virtual stages it is interleaved.
         fused_activation: SwiGLU saves no output of its sigmoid.
+        eager_norms: norms without biases are computed operator by operator, in fp32, as in models
+            of transformers.
         fused_loss: the loss is chunked; the full logits are never in memory.
         mlp_chunks, checkpoint_layers, states_on_host: the settings of these names
             (``ds_usp.settings``); the norm before an MLP in chunks and its residual are in chunks,
             too.
         overlap_gradients: they are reduced under the last micro batch's backward.
+        fsdp2: the shards of stage 3 are FSDP2's and not DeepSpeed's: weights, gradients and moments
+            in fp32, each gathered and reduced in bf16.
+        bf16_states: FSDP2's weights, gradients and moments are in bf16 throughout.
         param_bytes, grad_bytes: of one element.
         unsharded_grad_reduce: in ZeRO-1 every rank all-reduces all gradients and keeps them
             unsharded until the step, as DeepSpeed's bf16 optimizer does for gradients in
@@ -122,11 +128,14 @@ class ParallelConfig:
     tp_sequence: bool = True
     schedule: str = choice(SCHEDULES, "1f1b")
     fused_activation: bool = False
+    eager_norms: bool = False
     fused_loss: bool = False
     mlp_chunks: CountOrZero = 0
     checkpoint_layers: Count = 1
     states_on_host: bool = False
     overlap_gradients: bool = False
+    fsdp2: bool = False
+    bf16_states: bool = False
     param_bytes: int = 2
     grad_bytes: int = 4
     unsharded_grad_reduce: bool = False
@@ -163,6 +172,11 @@ class ParallelConfig:
         return self.ulysses * self.ring
 
     @property
+    def split(self) -> tuple[int, int]:
+        """Ulysses and ring degree."""
+        return self.ulysses, self.ring
+
+    @property
     def gpus(self) -> int:
         """The number of all ranks: the product of the degrees."""
         return self.tp * self.sp * self.pp * self.dp
@@ -188,19 +202,40 @@ class ParallelConfig:
         """Micro batches of a step, at least 1."""
         return max(1, global_batch // (self.dp * self.micro_batch))
 
+    @property
+    def sharding(self) -> str:
+        """What shards the states of training, by its name."""
+        bf16 = " in bf16" if self.bf16_states else ""
+        return f"FSDP2{bf16}" if self.fsdp2 else f"ZeRO-{self.zero}"
+
     def length_words(self) -> list[str]:
         """The settings that trade time for length, in words; none where all are off."""
         values = ((row, getattr(self, row.name)) for row in LENGTH_SETTINGS)
         return [row.words.format(value) for row, value in values if row.is_used(value)]
 
+    def parts(self) -> dict[str, str]:
+        """Kind of choice -> the choice in a user's words; none where there is nothing to set."""
+        split = f"Ulysses {self.ulysses} x ring {self.ring}" if self.sp > 1 else "whole sequences"
+        stages = f"pipeline {self.pp}"
+        if self.layers_per_virtual_stage:
+            stages += f", virtual stages of {self.layers_per_virtual_stage} layers"
+        recompute, offload = f"recompute {self.recompute}", f"offload {self.offload_ratio:.1%}"
+        parts = {
+            "degrees": split,
+            "tensor parallelism": self.tp > 1 and f"tensor parallel {self.tp}",
+            "pipeline": self.pp > 1 and stages,
+            "data parallelism": self.dp > 1 and f"data parallel {self.dp}",
+            "sharding": (self.zero_ranks > 1 or self.fsdp2) and self.sharding,
+            "recomputation": self.recompute != "none" and recompute,
+            "loss in chunks": self.fused_loss and "loss in chunks",
+            "setting for length": ", ".join(self.length_words()),
+            "offload": self.offload_ratio > 0 and offload,
+            "micro batch": self.micro_batch > 1 and f"micro batch {self.micro_batch}",
+        }
+        return {kind: text for kind, text in parts.items() if text}
+
     def __str__(self) -> str:
-        parts = [f"tp {self.tp}", f"ulysses {self.ulysses}", f"ring {self.ring}"]
-        parts += [f"pp {self.pp}", f"dp {self.dp}", f"ZeRO-{self.zero}"]
-        parts.append(f"recompute {self.recompute}")
-        if self.offload_ratio:
-            parts.append(f"offload {self.offload_ratio:.2f}")
-        parts += self.length_words()
-        return ", ".join(parts)
+        return ", ".join(self.parts().values())
 
 
 def exchanges_shards_again(config: ParallelConfig) -> bool:
@@ -312,6 +347,10 @@ def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
             f"several layers a checkpoint go with recompute {' or '.join(CHECKPOINTED)}, not with "
             f"{config.recompute}: there are {config.checkpoint_layers}"
         )
+    if config.fsdp2 and (config.zero != 3 or config.states_on_host):
+        yield f"FSDP2 is planned as stage 3, with its states on the GPU: stage {config.zero}"
+    if config.bf16_states and not config.fsdp2:
+        yield f"states in bf16 are FSDP2's, not those of ZeRO-{config.zero}"
     if config.states_on_host and config.zero == 0:
         yield "states on the host are planned for ZeRO-1 to 3, not for ZeRO-0"
 
@@ -329,8 +368,6 @@ def _not_in_transformers(config: ParallelConfig) -> list[str]:
 # ------------------------------------------------------------------ what training frameworks can do
 
 
-# Length settings: fields of a configuration that trade time for length, the cheapest first.
-LENGTH_SETTING_NAMES = tuple(row.name for row in LENGTH_SETTINGS)
 _MLP_CHUNK_TOKENS = 16384  # matrix products over so many reach the rate of longer ones
 _GROUPS = (2, 4, 8)  # layers a checkpoint that are tried
 
@@ -363,7 +400,7 @@ def added_words(config: ParallelConfig, without: ParallelConfig) -> str:
 
 
 def length_options(work: Workload, config: ParallelConfig, setting: str) -> list[ParallelConfig]:
-    """The config with one of :data:`LENGTH_SETTING_NAMES` switched on; several where it has a
+    """The config with one of ``LENGTH_SETTINGS`` switched on; several where it has a
     number; none where it is on already or does not go with the others.
 
     Raises:
@@ -375,7 +412,7 @@ def length_options(work: Workload, config: ParallelConfig, setting: str) -> list
         refused = config.mlp_chunks > 1 or chunks > work.rank_tokens(config) or experts
         return [] if refused else [config.replace(mlp_chunks=chunks)]
     if setting == "states_on_host":
-        refused = config.states_on_host or config.zero == 0
+        refused = config.states_on_host or config.zero == 0 or config.fsdp2
         return [] if refused else [config.replace(states_on_host=True)]
     if setting == "checkpoint_layers":
         refused = config.checkpoint_layers > 1 or config.recompute not in CHECKPOINTED
@@ -387,22 +424,21 @@ def length_options(work: Workload, config: ParallelConfig, setting: str) -> list
 
 @dataclass(frozen=True, slots=True)
 class FrameworkCaps:
-    """What a training framework can do.
+    """What the program that trains can do.
 
     Args:
         zero: stages of ZeRO; ``zero_in_pipeline`` those that go with one.
         schedule: of its pipeline, without virtual stages.
         interleaves: it has virtual stages.
-        offloads: saved activations can go to host memory.
-        offloads_chunks: in units of a chunk of layers, not of one layer alone.
-        chunks_loss: it can compute the loss in chunks; ``chunks_loss_in_pipeline``: in one, too.
+        offloads: saved activations can go to host memory, a layer at a time.
+        chunks_loss: it can compute the loss in chunks, without a pipeline.
         documents_in_pipeline: it keeps packed documents apart in a pipeline.
-        length_settings: which of :data:`LENGTH_SETTING_NAMES` it has.
         tp_sequence: Megatron's sequence parallelism goes with the others.
-        orders: of ulysses and ring that it can have.
-        grad_bytes: in which it sums gradients.
-        divides_layers: it has tensor and pipeline parallelism.
+        fsdp2: FSDP2 can shard its states.
+        eager_norms: of :class:`ParallelConfig`.
         unsharded_grad_reduce: of :class:`ParallelConfig`.
+        divides_layers: it has tensor and pipeline parallelism.
+        length_settings: names of those of ``LENGTH_SETTINGS`` that the search may switch on.
     """
 
     name: str
@@ -412,69 +448,61 @@ class FrameworkCaps:
     schedule: str
     interleaves: bool
     offloads: bool
-    offloads_chunks: bool = False
     chunks_loss: bool = False
-    chunks_loss_in_pipeline: bool = False
     documents_in_pipeline: bool = True
-    length_settings: tuple[str, ...] = ()
     tp_sequence: bool = True
-    orders: tuple[str, ...] = ORDERS
-    grad_bytes: int = 4
+    fsdp2: bool = False
+    eager_norms: bool = False
     unsharded_grad_reduce: bool = False
     divides_layers: bool = True
+    length_settings: tuple[str, ...] = ()
 
     def can_chunk_loss(self, config: ParallelConfig) -> bool:
         """Whether a run with full logits could chunk its loss instead."""
-        in_pipeline = config.pp == 1 or self.chunks_loss_in_pipeline
-        return self.chunks_loss and in_pipeline and not config.fused_loss
+        return self.chunks_loss and config.pp == 1 and not config.fused_loss
 
     def not_in_pipeline(self, work: Workload, config: ParallelConfig) -> str:
         """Why a run cannot have a pipeline, as a rule without numbers; "" if it can."""
-        if config.fused_loss and self.chunks_loss and not self.chunks_loss_in_pipeline:
+        if config.fused_loss and self.chunks_loss:
             return f"{self.name} has no chunked loss in a pipeline"
         if work.document_lengths and not self.documents_in_pipeline:
             return f"{self.name} has no packed documents in a pipeline"
         return ""
 
     def with_settings_of(self, config: ParallelConfig) -> FrameworkCaps:
-        """Itself, if it has the settings of a config that trade time for length, and its loss.
+        """Itself, if it has the settings of a config that trade time for length, its loss and what
+        shards its states.
 
         Raises:
             ConfigError: which it lacks.
         """
-        used = (row.name for row in LENGTH_SETTINGS if row.is_used(getattr(config, row.name)))
-        lacking = [name for name in used if name not in self.length_settings]
+        used = (row for row in LENGTH_SETTINGS if row.is_used(getattr(config, row.name)))
+        lacking = [row.name for row in used if self.name not in row.programs]
         lacking += ["fused_loss"] if config.fused_loss and not self.chunks_loss else []
+        lacking += ["fsdp2"] if config.fsdp2 and not self.fsdp2 else []
         if lacking:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in lacking)
             raise ConfigError(f"{self.name} has no {names}: leave it out, or take another --engine")
         return self
 
     def for_model(self, model: ModelShape) -> FrameworkCaps:
-        """Itself; for experts, windows and layers that carry a state what transformers has, which
-        alone runs them here.
+        """Itself, if it runs the model's layers: experts, windows and layers that carry a state
+        are planned as transformers runs them.
 
         Raises:
-            ConfigError: another framework than any of them, or transformers.
+            ConfigError: another program than transformers.
         """
         if model.is_plain or self.name == "transformers":
             return self
-        if self.name != "any":
-            raise ConfigError(
-                f"the layers of {model.name} are planned as transformers runs them, not for "
-                f"{self.name}: take --engine any, without --emit, or --emit transformers"
-            )
-        flags = _length_settings_of("transformers")
-        return replace(
-            self, recompute=_TRANSFORMERS_RECOMPUTE, length_settings=flags, divides_layers=False
+        raise ConfigError(
+            f"the layers of {model.name} are planned as transformers runs them, not for "
+            f"{self.name}: leave --engine out"
         )
 
     def refusal(self, config: ParallelConfig, axis: str, value: object) -> str:
         """Why these degrees do not go with a value of another axis, as a short heading."""
         if axis == "micro_batch":
             return f"micro batch {value} does not divide the sequences of a replica"
-        if axis == "order" and value in self.orders:
-            return f"without both ulysses and ring there is no order {value}"
         if axis == "zero" and value in self.zero:
             if config.zero_ranks == 1:
                 return f"ZeRO-{value} has no ranks to share with"
@@ -482,53 +510,36 @@ class FrameworkCaps:
         return f"{self.name} has no " + (f"ZeRO-{value}" if axis == "zero" else f"{axis} {value}")
 
 
-def _length_settings_of(framework: str) -> tuple[str, ...]:
-    return tuple(row.name for row in LENGTH_SETTINGS if framework in row.programs)
+def _caps(name: str, **facts: Any) -> FrameworkCaps:
+    names = tuple(row.name for row in LENGTH_SETTINGS if name in row.programs)
+    return FrameworkCaps(name, length_settings=names, **facts)
 
 
-_OF_TRANSFORMERS = "tp and pp of layers that transformers runs"
-_MEGATRON_DEEPSPEED = FrameworkCaps(
-    "megatron-deepspeed",  # ZeRO-0 of bf16 weights sums gradients in bf16
-    zero=(1, 2, 3),
-    zero_in_pipeline=(1,),
-    recompute=("none", "gemm-last", "attention", "full"),
-    schedule="deepspeed",
-    interleaves=False,
-    offloads=True,
-    chunks_loss=True,
-    documents_in_pipeline=False,
-    length_settings=_length_settings_of("megatron-deepspeed"),
-    tp_sequence=False,
-    orders=ORDERS[:1],
-    unsharded_grad_reduce=True,
+# ZeRO-0 of bf16 weights sums gradients in bf16, and plans count fp32.
+_DEEPSPEED: Mapping[str, Any] = MappingProxyType(
+    {
+        "zero": (1, 2, 3),
+        "zero_in_pipeline": (1,),
+        "schedule": "deepspeed",
+        "interleaves": False,
+        "offloads": True,
+        "chunks_loss": True,
+        "documents_in_pipeline": False,
+        "tp_sequence": False,
+        "unsharded_grad_reduce": True,
+    }
 )
+_OF_MEGATRON_DEEPSPEED = ("none", "gemm-last", "attention", "full")
 FRAMEWORKS = (
-    FrameworkCaps(
-        "any",
-        zero=(0, 1, 2, 3),
-        zero_in_pipeline=(0, 1),
-        recompute=RECOMPUTE,
-        schedule="1f1b",
-        interleaves=True,
-        offloads=True,
-        offloads_chunks=True,
-        chunks_loss=True,
-        chunks_loss_in_pipeline=True,
-        length_settings=LENGTH_SETTING_NAMES,
+    _caps(
+        "transformers",  # enable or attach, under FSDP2 or DeepSpeed
+        recompute=_TRANSFORMERS_RECOMPUTE,
+        divides_layers=False,
+        fsdp2=True,
+        eager_norms=True,
+        **_DEEPSPEED,
     ),
-    _MEGATRON_DEEPSPEED,
-    replace(_MEGATRON_DEEPSPEED, name="trainer", divides_layers=False),
-    FrameworkCaps(
-        "megatron-core",
-        zero=(0, 1),
-        zero_in_pipeline=(0, 1),
-        recompute=("none", "attention-only", "full"),
-        schedule="1f1b",
-        interleaves=True,
-        offloads=False,
-        orders=ORDERS[:1],
-    ),
-    FrameworkCaps(
+    _caps(
         "megatron-lm",  # under the patches: --usp-recompute attention beside its own
         zero=(0, 1),
         zero_in_pipeline=(0, 1),
@@ -536,25 +547,11 @@ FRAMEWORKS = (
         schedule="1f1b",
         interleaves=True,
         offloads=False,
-        length_settings=_length_settings_of("megatron-lm"),
-        orders=ORDERS[:1],
     ),
-    FrameworkCaps(
-        "transformers",  # its Trainer under DeepSpeed, as sft.py of the examples starts it
-        zero=(1, 2, 3),
-        zero_in_pipeline=(),
-        recompute=_TRANSFORMERS_RECOMPUTE,
-        schedule="1f1b",
-        interleaves=False,
-        offloads=True,
-        chunks_loss=True,
-        length_settings=_length_settings_of("transformers"),
-        tp_sequence=False,
-        orders=ORDERS[:1],
-        unsharded_grad_reduce=True,
-        divides_layers=False,
-    ),
+    _caps("megatron-deepspeed", recompute=_OF_MEGATRON_DEEPSPEED, **_DEEPSPEED),
+    _caps("trainer", recompute=_OF_MEGATRON_DEEPSPEED, divides_layers=False, **_DEEPSPEED),
 )
+ENGINES = (*(caps.name for caps in FRAMEWORKS), "diffusers")
 
 
 def framework_caps(name: str) -> FrameworkCaps:
@@ -596,19 +593,22 @@ def degree_configs(
         ConfigError: no degrees have the fixed values.
     """
     model = work.model
+    if not framework.divides_layers:
+        given = [f"--{axis}" for axis in ("tp", "pp") if fixed.get(axis) not in (None, 1)]
+        if given:
+            raise ConfigError(
+                f"{framework.name} has no {' and '.join(given)}: leave it out, or take "
+                "--engine megatron-lm or megatron-deepspeed"
+            )
+        fixed = {**fixed, "tp": 1, "pp": 1}
     defaults = base.replace(
-        grad_bytes=framework.grad_bytes,
         unsharded_grad_reduce=framework.unsharded_grad_reduce,
         tp_sequence=framework.tp_sequence,
+        eager_norms=framework.eager_norms,
     )
     for tp, ulysses, ring, pp, dp in degrees(gpus, fixed):
         config = defaults.replace(tp=tp, ulysses=ulysses, ring=ring)
         reason = "tp beyond a node" if tp > cluster.gpus_per_node else refusal_rule(work, config)
-        # Counted as a reason, and not left out of the axes: the report says what a search without
-        # tensor and pipeline parallelism has given up.
-        if not framework.divides_layers and max(tp, pp) > 1:
-            is_trainer = framework.name == "trainer"
-            reason = "tp and pp, which the trainer has not" if is_trainer else _OF_TRANSFORMERS
         if reason:
             refused[reason] += 1
         elif model.layers % pp:

@@ -13,13 +13,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from ds_usp.planner.arguments import flag
-from ds_usp.planner.formulas import executed_flop_per_token, model_flop_per_token
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.max_length import STEP, MaxLength, needs_at, shortest_workload
 from ds_usp.planner.memory import Memory, memory
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
-    LENGTH_SETTING_NAMES,
     ParallelConfig,
     Workload,
     infeasible_reason,
@@ -33,11 +31,12 @@ from ds_usp.planner.traffic import (
     stage_boundary_bytes,
     step_traffic,
 )
+from ds_usp.settings import LENGTH_SETTINGS
 
 Json: TypeAlias = dict[str, Any]
 Cell: TypeAlias = "str | Callable[[Json], str]"
 MIB = 2**20
-DEFAULT_CLUSTER = "h800"
+DEFAULT_CLUSTER = "h100"
 
 _MEMORY_LEGEND = """\
 components of a GPU's memory at its peak (names in tables and in --json):
@@ -68,8 +67,8 @@ columns of the table:
   recompute       what backward recomputes: gemm-last: norms and activation functions;
                   attention-only: the attention core; attention: all but attention; full: all
   offload         fraction of the saved activations in host memory
-  MFU             model FLOP utilization, predicted; rows that end in = are a tie with the best:
-                  closer to it than the planner's own error, {STATED_ERROR:.0%}
+  MFU             model FLOP utilization, predicted. All rows are within the formulas' error of
+                  the fastest plan, {STATED_ERROR:.0%}; the one with * is recommended
   step s          predicted seconds of one optimizer step
   GiB             of one GPU, at its peak
 
@@ -202,36 +201,44 @@ _DEGREES: Mapping[str, Cell] = MappingProxyType(
 )
 
 
+def degree_columns(configs: Iterable[ParallelConfig]) -> dict[str, Cell]:
+    """Columns of the degrees; of tensor and pipeline parallelism where a row has some."""
+    used = list(configs)
+    shown = ("ulysses x ring", *(x for x in ("tp", "pp") if any(getattr(c, x) > 1 for c in used)))
+    return {title: _DEGREES[title] for title in shown}
+
+
 # ------------------------------------------------------------------ longest sequences
 
 
 def max_length_row(row: MaxLength) -> Json:
     """One way to save memory: its longest sequence, what that needs, and what ends it."""
     degrees = "tp ulysses ring pp dp recompute offload_ratio fused_loss"
-    content = attributes(row.config, degrees, *LENGTH_SETTING_NAMES)
+    content = attributes(row.config, degrees, *(setting.name for setting in LENGTH_SETTINGS))
     content |= {"added": row.added} if row.added else {}
     return content | attributes(row, "seq_len limit") | memory_row(row.memory_needed)
 
 
 def max_length_text(
-    model: ModelShape, cluster: Cluster, budget_bytes: float, rows: Sequence[MaxLength], alike: bool
+    model: ModelShape, cluster: Cluster, budget_bytes: float, rows: Sequence[MaxLength], engine: str
 ) -> Iterator[object]:
-    """A row for each way to save memory by its longest sequence; components in GiB.
-
-    Args:
-        alike: all rows have the same degrees.
-    """
+    """A row for each way to save memory by its longest sequence; components in GiB."""
     config = rows[0].config
-    degrees = f"tp {config.tp}, ulysses {config.ulysses}, ring {config.ring}, pp {config.pp}"
+    alike = len({(x.config.tp, x.config.ulysses, x.config.ring, x.config.pp) for x in rows}) == 1
     yield (
-        f"{model.name} on {config.gpus} x {cluster.name} "
-        f"({degrees if alike else 'each row with the degrees that go furthest'}, dp {config.dp}, "
-        f"ZeRO-{config.zero}), {budget_bytes / GIB:.1f} GiB each; GiB of a GPU at the longest "
-        "sequence"
+        f"{model.name}, {config.gpus} x {cluster.name} of {budget_bytes / GIB:.1f} GiB, {engine}, "
+        f"{config.sharding}: a sequence on {config.gpus // config.dp} GPUs"
+        + (f", {config.dp} such" if config.dp > 1 else "")
+        + (f", Ulysses {config.ulysses} x ring {config.ring}" if alike else "")
+        + ". GiB of a GPU at the longest sequence"
     )
     columns: dict[str, Cell] = {"recompute": "{recompute}", "offload": "{offload_ratio:.0%}"}
-    columns |= {} if alike else _DEGREES
+    columns |= {} if alike else degree_columns(row.config for row in rows)
     yield _lengths(sorted(rows, key=lambda row: row.seq_len), columns)
+    yield (
+        "transient: what lives while one layer is computed: its recomputed activations, gradients "
+        "and, where they are sharded, gathered weights"
+    )
 
 
 def _lengths(rows: Sequence[MaxLength], first: Mapping[str, Cell]) -> Table:
@@ -285,7 +292,7 @@ def length_steps_text(
     needs = needs_at(model, last, twice, workspace_bytes)
     host = cluster.host_budget_bytes(config.gpus)
     yield (
-        f"the last row is {config}{', loss in chunks' if config.fused_loss else ''}\n"
+        f"the last row is {config}\n"
         f"{last.limit} ends it: {twice:,} tokens would take {needs.total / GIB:.1f} GiB of a GPU "
         f"that has {budget_bytes / GIB:.1f}, and {needs.host / GIB:.1f} GiB of host memory for "
         f"each GPU, which has {host / GIB:.1f}"
@@ -395,8 +402,8 @@ def plan_row(result: SearchResult, plan: Plan) -> Json:
         **attributes(config, "tp ulysses ring order pp"),
         "virtual_stages": config.virtual_stages(work.model),
         "layers_per_virtual_stage": config.chunk_layers(work.model),
-        **attributes(config, "dp zero recompute offload_ratio fused_loss micro_batch"),
-        **attributes(config, *LENGTH_SETTING_NAMES),
+        **attributes(config, "dp zero sharding recompute offload_ratio fused_loss micro_batch"),
+        **attributes(config, *(setting.name for setting in LENGTH_SETTINGS)),
         "micro_batches": config.micro_batches(work.global_batch),
         "mfu": plan.mfu,
         "step_s": plan.time.total,
@@ -407,11 +414,10 @@ def plan_row(result: SearchResult, plan: Plan) -> Json:
     }
 
 
-_PLANS: Mapping[str, Cell] = MappingProxyType(
+PLANS: Mapping[str, Cell] = MappingProxyType(
     {
-        **_DEGREES,
         "dp": "{dp}",
-        "ZeRO": "{zero}",
+        "sharding": "{sharding}",
         "mb": "{micro_batch}",
         "loss": lambda row: "chunks" if row["fused_loss"] else "whole",
         "recompute": "{recompute}",
@@ -420,132 +426,12 @@ _PLANS: Mapping[str, Cell] = MappingProxyType(
         "step s": "{step_s:.2f}",
         "tok/s/GPU": "{tokens_per_s_per_gpu:.0f}",
         "GiB": number("memory.total_bytes"),
-        "": "{mark}",
+        "taken": "{taken}",
     }
 )
 
 
-def search_result_json(result: SearchResult, top: int) -> Json:
-    """The workload, what was searched and refused, and the best plans."""
-    work, closest = result.work, result.closest_to_fitting
-    content: Json = {
-        "model": work.model.name,
-        **attributes(work, "seq_len global_batch"),
-        "gpus": result.gpus,
-        "cluster": result.cluster.name,
-        "budget_bytes": round(result.budget_bytes),
-        "model_flop_per_token": model_flop_per_token(
-            work.model, work.seq_len, work.document_lengths
-        ),
-        "considered": result.considered,
-        "refused": dict(result.refused),
-        "tie_within": STATED_ERROR,
-        "plans": [plan_row(result, plan) for plan in result.plans[:top]],
-        "too_large": [plan_row(result, plan) for plan in result.over_memory[:3]],
-    }
-    if not result.plans and closest:
-        content["nearest"] = plan_row(result, closest)
-        workspace = result.cluster.workspace_bytes
-        content |= Shortage.of(work, closest.config, closest.over_budget_bytes, workspace).row()
-    return content
-
-
-def _tie_marks(cluster: Cluster, plans: Sequence[Plan], ties: Sequence[bool]) -> list[str]:
-    """A mark of each plan of a tie, and of the simplest: all-to-alls within a node, then the fewest
-    kinds of parallelism, the fewest settings for memory, the lowest ZeRO stage, the smallest ring;
-    of equals the faster."""
-
-    def settings(plan: Plan) -> tuple[bool, int, int, int, int]:
-        config = plan.config
-        across_nodes = config.ulysses > 1 and config.tp * config.ulysses > cluster.gpus_per_node
-        degrees = (config.tp, config.ulysses, config.ring, config.pp)
-        memory = (config.recompute != "none", config.offload_ratio > 0, config.fused_loss)
-        return (
-            across_nodes,
-            sum(degree > 1 for degree in degrees),
-            sum(memory) + len(config.length_words()),
-            config.zero,
-            config.ring,
-        )
-
-    # Plans of a tie differ by less than the planner's own error, so its order among them says
-    # nothing: what a reader can judge is how much there is to set and to go wrong.
-    simplest = min((p for p, tie in zip(plans, ties, strict=True) if tie), key=settings)
-    marks = ("= simplest" if plan is simplest else "=" for plan in plans)
-    return [mark if tie else "" for mark, tie in zip(marks, ties, strict=True)]
-
-
-def plans_text(result: SearchResult, top: int) -> str:
-    """The best plans and the fastest that do not fit; the best one by component."""
-    if not result.plans:
-        return "\n".join(infeasibility_report(result))
-    work, best, plans = result.work, result.plans[0], result.plans[:top]
-    ties = [result.is_tie(plan) for plan in plans]
-    tied = sum(ties) > 1  # the best one alone is no tie
-
-    def table(plans: Sequence[Plan], marks: Iterable[str]) -> str:
-        marked = zip(plans, marks, strict=True)
-        rows = [plan_row(result, plan) | {"mark": mark} for plan, mark in marked]
-        return str(Table(rows, _PLANS))
-
-    lines = [
-        f"{work.model.name}, {work.seq_len} tokens, global batch {work.global_batch}, "
-        f"{result.gpus} x {result.cluster.name}, {result.budget_bytes / GIB:.1f} GiB each: "
-        f"{result.considered} configurations considered",
-        table(plans, _tie_marks(result.cluster, plans, ties) if tied else [""] * len(plans)),
-    ]
-    if tied:
-        lines.append(
-            f"= {sum(ties)} of the {len(plans)} are a tie: less than {STATED_ERROR:.0%} "
-            "apart, the planner's own error; measure them, or take the simplest, which is marked"
-        )
-    over = [plan for plan in result.over_memory[:3] if plan.mfu > best.mfu]
-    if over:
-        marks = [f"{plan.over_budget_bytes / GIB:.1f} too many" for plan in over]
-        lines += ["", "faster, but too large:", table(over, marks)]
-    left_out = ", ".join(f"{rule} ({count})" for rule, count in result.refused.most_common())
-    lines += ["", f"not listed: {left_out or 'none'}", "", *_breakdown(result, best)]
-    return "\n".join(lines)
-
-
-def _breakdown(result: SearchResult, plan: Plan) -> Iterator[str]:
-    work, config, total = result.work, plan.config, plan.time.total
-    times = ", ".join(
-        f"{name} {seconds:.3f} s ({seconds / total:.0%})"
-        for name, seconds in plan.time.components().items()
-        if seconds > 0
-    )
-    yield f"the best: time: {times}"
-    sizes = plan.memory.components().items()
-    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes if size >= MIB)
-    yield f"          memory (GiB): {shown}"
-    executed = executed_flop_per_token(work, config)
-    flop = model_flop_per_token(work.model, work.seq_len, work.document_lengths)
-    yield f"          hardware FLOPs: {executed / flop:.2f} x those of the model"
-
-
-# ------------------------------------------------------------------ nothing fits
-
-
-def infeasibility_report(result: SearchResult) -> list[str]:
-    """The plan closest to fitting, what it lacks, and what would help."""
-    closest = result.closest_to_fitting
-    if closest is None:
-        rules = ", ".join(f"{rule} ({count})" for rule, count in result.refused.most_common(3))
-        return [f"no configuration of {result.gpus} GPUs is possible: {rules}"]
-    lines = [
-        f"nothing fits into {result.budget_bytes / GIB:.1f} GiB a GPU. The nearest plan lacks "
-        f"{closest.over_budget_bytes / GIB:.1f} GiB: {closest.config}"
-    ]
-    host, cluster = closest.memory.host, result.cluster
-    if host and not cluster.host_memory_fits(host, result.gpus):
-        lines.append(
-            f"nor does host memory hold the {host / GIB:.1f} GiB that a GPU offloads: "
-            f"{cluster.host_budget_bytes(result.gpus) / GIB:.1f} GiB a GPU"
-        )
-    workspace = cluster.workspace_bytes
-    shortage = Shortage.of(result.work, closest.config, closest.over_budget_bytes, workspace)
-    return [*lines, *shortage.lines()]
+# ------------------------------------------------------------------ what would help
 
 
 class Shortage(NamedTuple):
@@ -584,15 +470,15 @@ def what_would_help(
         (f"four times the GPUs, ring {4 * config.ring}", config.replace(ring=4 * config.ring)),
         ("offload of all activations", config.replace(offload_ratio=1.0, offload_unit="layer")),
         ("full recomputation", config.replace(recompute="full")),
-        ("ZeRO-3", config.replace(zero=3)),
+        ("ZeRO-3", config if config.fsdp2 else config.replace(zero=3)),
         ("a chunked loss", config.replace(fused_loss=True)),
         *(
             (
                 ", ".join(set(option.length_words()) - set(config.length_words())),
                 option,
             )
-            for setting in LENGTH_SETTING_NAMES
-            for option in length_options(work, config, setting)
+            for setting in LENGTH_SETTINGS
+            for option in length_options(work, config, setting.name)
         ),
         ("gradients in bf16", config.replace(grad_bytes=2)),
     ]

@@ -11,6 +11,7 @@ from operator import attrgetter
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors
 from ds_usp.planner.arguments import MOST_SEQUENCES
+from ds_usp.planner.degree_rule import rule_degrees
 from ds_usp.planner.formulas import layer_bytes, stage_elements
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import (
@@ -21,10 +22,10 @@ from ds_usp.planner.memory import (
     states_bytes,
     with_offload,
 )
+from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
     CHECKPOINTED,
     FRAMEWORKS,
-    LENGTH_SETTING_NAMES,
     RECOMPUTE,
     FrameworkCaps,
     ParallelConfig,
@@ -36,6 +37,7 @@ from ds_usp.planner.parallel_config import (
     values_of,
 )
 from ds_usp.planner.step_time import MicroBatch, StepTime, micro_batch_time, step_mfu, step_time
+from ds_usp.settings import LENGTH_SETTINGS
 
 # ------------------------------------------------------------------ what a search finds
 
@@ -66,12 +68,13 @@ class SearchResult:
     """The configurations of a search.
 
     Args:
-        plans: those that fit, the best first.
-        considered: how many configurations were considered.
-        refused: rule -> how many configurations it refused.
+        framework: the program that is planned.
+        plans: those that fit and are within the stated error of the fastest one: the recommended
+            one first, then by speed.
+        outcomes: what became of a configuration -> of how many.
         over_memory: the fastest that do not fit.
         closest_to_fitting: the one that is least over the budget.
-        best_with: (axis, value) -> the best plan that has it.
+        best_with: (axis, value) -> the fastest plan that has it.
         fixed: axes that were not searched.
         fused_loss_fixed: nor was whether the loss is chunked.
         added_length_settings: settings that were searched because nothing fits without them.
@@ -81,9 +84,9 @@ class SearchResult:
     work: Workload
     gpus: int
     budget_bytes: float
+    framework: FrameworkCaps
     plans: list[Plan] = field(default_factory=list)
-    considered: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
     over_memory: list[Plan] = field(default_factory=list)
     closest_to_fitting: Plan | None = None
     best_with: dict[tuple[str, object], Plan] = field(default_factory=dict)
@@ -91,20 +94,26 @@ class SearchResult:
     fused_loss_fixed: bool = False
     added_length_settings: tuple[str, ...] = ()
 
-    def is_tie(self, plan: Plan) -> bool:
-        """Whether a plan is within the stated error of the best one that fits."""
-        return plan.mfu >= self.plans[0].mfu * (1 - STATED_ERROR)
+    @property
+    def considered(self) -> int:
+        """How many configurations were looked at."""
+        return sum(self.outcomes.values())
+
+    @property
+    def fastest(self) -> Plan:
+        return max(self.plans, key=lambda plan: plan.mfu)
 
 
 # ------------------------------------------------------------------ the search
 
 
-AXES = ("tp", "ulysses", "ring", "order", "pp", "dp", "zero", "recompute", "micro_batch")
-_EXPLAINED_AXES = AXES[:-1]  # for which the best plan of each value is kept
-_OVER_MEMORY = "too little memory"
+AXES = ("tp", "ulysses", "ring", "pp", "dp", "zero", "recompute", "micro_batch")
+_COMPARED_AXES = ("tp", "split", "pp", "dp", "sharding", "recompute")
+WITHIN_ERROR = f"within {STATED_ERROR:.0%} of the fastest"
+_SLOWER = "slower than that"
+_OVER_MEMORY = "too large for a GPU"
 _OVER_HOST = "offload beyond the host's memory"
-_SLOWER = "slower than those that are listed"
-_MAX_PLANS, _MAX_OVER_MEMORY = 64, 8
+_MAX_OVER_MEMORY = 8
 
 
 def search(
@@ -121,8 +130,9 @@ def search(
     Args:
         budget_bytes: of one GPU; None: 96 % of its memory.
         fixed: values of :data:`AXES` that are not searched.
-        base: its ``fused_loss``, ``fused_activation`` and settings that trade time for length are
-            those of every configuration. Where nothing fits, more of the last are switched on.
+        base: its ``fused_loss``, ``fused_activation``, FSDP2 and settings that trade time for
+            length are those of every configuration. Where nothing fits, more of the last are
+            switched on.
 
     Raises:
         ConfigError: GPUs that do not fill nodes, or ``fixed`` that leaves no candidate at all.
@@ -147,13 +157,13 @@ def search(
     fixed = fixed or {}
     base = base or ParallelConfig()
     result = SearchResult(
-        cluster, work, gpus, budget, fixed=fixed, fused_loss_fixed=base.fused_loss
+        cluster, work, gpus, budget, framework, fixed=fixed, fused_loss_fixed=base.fused_loss
     )
     collector = _Collector(result, framework)
-    degree_sets = list(degree_configs(cluster, work, gpus, framework, fixed, base, result.refused))
+    degree_sets = list(degree_configs(cluster, work, gpus, framework, fixed, base, result.outcomes))
     for degrees in degree_sets:
         collector.search_degrees(degrees, fixed)
-    if collector.unmet and not result.considered:
+    if collector.unmet and not collector.searched:
         why = ", ".join(rule for rule, _ in collector.unmet.most_common())
         raise ConfigError(
             f"no configuration of {gpus} GPUs has {fixed_text(fixed, base)}: {why}; leave one out"
@@ -162,11 +172,11 @@ def search(
         degree_sets = collector.search_longer(degree_sets, fixed)
     if not result.plans:
         collector.find_closest(degree_sets, fixed)
-    collector.trim()
+    collector.rank()
     return result
 
 
-_length_values = attrgetter(*LENGTH_SETTING_NAMES)
+_length_values = attrgetter(*(row.name for row in LENGTH_SETTINGS))
 
 
 class _Collector:
@@ -174,7 +184,8 @@ class _Collector:
 
     def __init__(self, result: SearchResult, framework: FrameworkCaps) -> None:
         self._result, self._framework = result, framework
-        self._worst_listed = 0.0
+        self._slowest_kept = 0.0  # MFU at which a plan is within the error of the fastest so far
+        self.searched = False
         self._micro_batches: dict[tuple[object, ...], MicroBatch] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self.exhaustive = False
@@ -186,18 +197,21 @@ class _Collector:
         known = framework.zero_in_pipeline if base.pp > 1 else framework.zero
         if base.states_on_host and fixed.get("zero") != 0:
             known = tuple(zero for zero in known if zero)
+        # A single rank shards nothing: one stage stands for all.
         stages = values_of(fixed, "zero", known[:1] if base.zero_ranks == 1 else known)
-        both = min(base.ulysses, base.ring) > 1
-        orders = values_of(fixed, "order", framework.orders if both else framework.orders[:1])
         recompute = values_of(fixed, "recompute", framework.recompute)
         batches = values_of(fixed, "micro_batch", divisors(result.work.global_batch // base.dp))
-        if not (stages and orders and recompute and batches):
-            axes = {"zero": stages, "order": orders, "recompute": recompute, "micro_batch": batches}
+        if not (stages and recompute and batches):
+            axes = {"zero": stages, "recompute": recompute, "micro_batch": batches}
             axis = next(axis for axis, values in axes.items() if not values)
             self._refuse(framework.refusal(base, axis, fixed[axis]))
             return
+        # FSDP2 is a further way to have stage 3, or the only one where it is asked for.
+        shardings = [(zero, False) for zero in stages if not base.fsdp2]
+        if framework.fsdp2 and 3 in (*stages, base.zero) and not base.states_on_host:
+            shardings += [(3, True)] * (base.zero_ranks > 1 or base.fsdp2)
         schedule = framework.schedule if base.pp > 1 else "1f1b"
-        base = base.replace(schedule=schedule, zero=max(stages))
+        base = base.replace(schedule=schedule, zero=shardings[-1][0], fsdp2=shardings[-1][1])
         broken = {}  # mode -> the first rule that it breaks, without numbers; "" for none
         for mode in recompute:
             rules = memory_violations(result.work, base.replace(recompute=mode))
@@ -206,48 +220,44 @@ class _Collector:
         if not recompute:
             self._refuse(next(iter(broken.values())))
             return
+        self.searched = True
         *on_gpu, optimizer = states_bytes(stage_elements(result.work, base, 0), base)
         states = sum(on_gpu) + (0.0 if base.states_on_host else optimizer)
+        if base.fsdp2:  # whose gradients are not there when layers hold the most
+            states -= on_gpu[1]
         for micro_batch in batches:
             chunks = self._virtual_stage_layers(base, micro_batch)
-            for recompute_mode in recompute:
-                count = len(orders) * len(stages) * len(chunks)
-                if self._cannot_fit(base, micro_batch, recompute_mode, states):
-                    result.considered += count
-                    result.refused[_OVER_MEMORY] += count
+            for mode in recompute:
+                if self._cannot_fit(base, micro_batch, mode, states):
+                    result.outcomes[_OVER_MEMORY] += len(shardings) * len(chunks)
                     continue
-                config = base.replace(micro_batch=micro_batch, recompute=recompute_mode)
-                ordered = [config.replace(order=order) for order in orders]
-                times = [self._micro_batch(config) for config in ordered]
-                for n, config in enumerate(ordered):
-                    if not n or times[n] != times[n - 1]:  # else it is the plan before it
-                        self._zero_and_stages(config, stages, chunks)
+                config = base.replace(micro_batch=micro_batch, recompute=mode)
+                self._shardings_and_stages(config, shardings, chunks)
 
     def _refuse(self, rule: str) -> None:
         self.unmet[rule] += 1
-        self._result.refused[rule] += 1
+        self._result.outcomes[rule] += 1
 
-    def _zero_and_stages(
-        self, config: ParallelConfig, stages: Sequence[int], chunks: Sequence[int]
+    def _shardings_and_stages(
+        self, config: ParallelConfig, shardings: Sequence[tuple[int, bool]], chunks: Sequence[int]
     ) -> None:
-        """ZeRO stages and virtual pipeline stages, which leave a layer's time as it is."""
-        result = self._result
-        micro_batch_cost = self._micro_batch(config)
+        """What shards the states, and virtual pipeline stages, which leave a layer's time as it
+        is."""
+        cost = self._micro_batch(config)
         for chunk in chunks:
-            bound = self._best_possible(config, chunk, micro_batch_cost)
-            axes = [axis for axis in _EXPLAINED_AXES if axis != "zero"]
-            dominated = bound <= self._worst_listed and self._dominated(config, bound, axes)
-            for zero in stages:
-                result.considered += 1
-                candidate = config.replace(zero=zero, layers_per_virtual_stage=chunk)
-                if dominated and self._dominated(candidate, bound, ["zero"]):
-                    result.refused[_SLOWER] += 1
+            bound = self._best_possible(config, chunk, cost)
+            axes = [axis for axis in _COMPARED_AXES if axis != "sharding"]
+            dominated = bound < self._slowest_kept and self._dominated(config, bound, axes)
+            for zero, fsdp2 in shardings:
+                candidate = config.replace(zero=zero, fsdp2=fsdp2, layers_per_virtual_stage=chunk)
+                if dominated and self._dominated(candidate, bound, ["sharding"]):
+                    self._result.outcomes[_SLOWER] += 1
                 else:
-                    self._evaluate(candidate, micro_batch_cost, bound)
+                    self._result.outcomes[self._evaluate(candidate, cost, bound)] += 1
 
     def _micro_batch(self, config: ParallelConfig) -> MicroBatch:
         """The time of one micro batch, computed once for all settings that do not change it."""
-        degrees = config.tp, config.ulysses, config.ring, config.order
+        degrees = config.tp, config.ulysses, config.ring
         memory_settings = config.recompute, config.fused_loss, *_length_values(config)
         key = *degrees, config.micro_batch, *memory_settings
         if key not in self._micro_batches:
@@ -282,12 +292,13 @@ class _Collector:
         if not self._framework.interleaves or base.pp == 1 or per_stage == 1:
             return [0]
         if micro_batches % base.pp:
-            self._result.refused["interleaving needs micro batches in multiples of pp"] += 1
+            self._result.outcomes["interleaving needs micro batches in multiples of pp"] += 1
             return [0]
         return [0, *(layers for layers in divisors(per_stage) if layers < per_stage)]
 
-    def _evaluate(self, config: ParallelConfig, micro_batch_cost: MicroBatch, bound: float) -> None:
-        """Estimate and record one configuration, with offload or a chunked loss if it needs them.
+    def _evaluate(self, config: ParallelConfig, cost: MicroBatch, bound: float) -> str:
+        """Estimate and record one configuration, with a chunked loss and with offload if it needs
+        them; returns what became of it.
 
         Args:
             bound: an upper bound of its MFU.
@@ -296,50 +307,58 @@ class _Collector:
         cluster, work, budget = result.cluster, result.work, result.budget_bytes
         shared = model_wide_bytes(work, config)
         needs = memory(work, config, cluster.workspace_bytes, shared)
-        over_budget = needs.total - budget
-        if over_budget > 0 and shared.logits and self._framework.can_chunk_loss(config):
-            # A setting of the configuration, as the offload ratio is: not counted as another.
-            refused, chunked = result.refused.copy(), config.replace(fused_loss=True)
-            self._evaluate(chunked, self._micro_batch(chunked), bound)
-            result.refused = refused
+        if needs.total > budget and self._framework.can_chunk_loss(config):
+            chunked = config.replace(fused_loss=True)  # which takes as long
+            less = memory(work, chunked, cluster.workspace_bytes)
+            if less.total < needs.total:
+                config, needs, cost = chunked, less, self._micro_batch(chunked)
+                shared = model_wide_bytes(work, config)
         slower = len(result.over_memory) == _MAX_OVER_MEMORY and bound <= result.over_memory[-1].mfu
         only_if_fits = slower and not self.exhaustive
+        over_budget = needs.total - budget
         if over_budget > 0 and self._framework.offloads:
             offloaded = self._offloaded(config, shared, only_if_fits)
-            if offloaded is not None:
-                config, needs = offloaded
-                over_budget = needs.total - budget if config.offload_ratio == 1 else 0.0
+            if isinstance(offloaded, str):
+                return offloaded
+            config, needs = offloaded
+            over_budget = needs.total - budget if config.offload_ratio == 1 else 0.0
         elif not cluster.host_memory_fits(needs.host, result.gpus):
-            result.refused[_OVER_HOST] += 1
-            return
-        if over_budget > 0:
-            result.refused[_OVER_MEMORY] += 1
-            if only_if_fits:
-                return
-        time = step_time(cluster, work, config, micro_batch_cost)
+            return _OVER_HOST
+        if over_budget > 0 and only_if_fits:
+            return _OVER_MEMORY
+        time = step_time(cluster, work, config, cost)
         mfu = step_mfu(cluster, work, config, time.total)
         plan = Plan(config, needs, time, mfu, max(over_budget, 0.0))
         if over_budget <= 0:
-            self._record(plan)
-            return
+            return self._record(plan)
         closest = result.closest_to_fitting
         if closest is None or plan.over_budget_bytes < closest.over_budget_bytes:
             result.closest_to_fitting = plan
         result.over_memory = sorted([*result.over_memory, plan], key=lambda p: -p.mfu)
         del result.over_memory[_MAX_OVER_MEMORY:]
+        return _OVER_MEMORY
 
-    def _record(self, plan: Plan) -> None:
-        """Keep a plan that fits if it is among the fastest, overall or for one value of an axis."""
+    def _record(self, plan: Plan) -> str:
+        """Keep a plan that fits if it is within the error of the fastest so far, and as the best
+        one of a value of an axis if it is."""
         result = self._result
-        if plan.mfu > self._worst_listed:
-            result.plans.append(plan)
-            if len(result.plans) > 2 * _MAX_PLANS:
-                self.trim()
-        for axis in _EXPLAINED_AXES:
+        for axis in _COMPARED_AXES:
             key = axis, getattr(plan.config, axis)
             best = result.best_with.get(key)
             if best is None or plan.mfu > best.mfu:
                 result.best_with[key] = plan
+        if plan.mfu < self._slowest_kept:
+            return _SLOWER
+        result.plans.append(plan)
+        least = plan.mfu * (1 - STATED_ERROR)
+        if least > self._slowest_kept:
+            self._slowest_kept = least
+            kept = [plan for plan in result.plans if plan.mfu >= least]
+            dropped = len(result.plans) - len(kept)
+            result.plans = kept
+            result.outcomes[WITHIN_ERROR] -= dropped
+            result.outcomes[_SLOWER] += dropped
+        return WITHIN_ERROR
 
     def _best_possible(self, config: ParallelConfig, chunk: int, cost: MicroBatch) -> float:
         """MFU if only the layers, the head and the bubble took time."""
@@ -357,24 +376,22 @@ class _Collector:
 
     def _offloaded(
         self, config: ParallelConfig, shared: ModelWideBytes, only_if_fits: bool
-    ) -> tuple[ParallelConfig, Memory] | None:
+    ) -> tuple[ParallelConfig, Memory] | str:
         """The config with the smallest offload ratio that fits the GPU (1 if none does), and its
-        memory; None if host memory cannot hold what it offloads.
+        memory; or why there is none: host memory cannot hold what it offloads.
 
         Args:
-            only_if_fits: None, too, if the GPU's memory is too small even so.
+            only_if_fits: none, too, if the GPU's memory is too small even so.
         """
         result = self._result
         work, workspace = result.work, result.cluster.workspace_bytes
-        chunks = config.pp > 2 and self._framework.offloads_chunks
-        offloading = config.replace(offload_unit="chunk" if chunks else "layer")
+        offloading = config.replace(offload_unit="layer")
         offloading, enough = with_offload(work, offloading, result.budget_bytes, workspace, shared)
         if only_if_fits and not enough:
-            return None
+            return _OVER_MEMORY
         needs = memory(work, offloading, workspace, shared)
         if enough and not result.cluster.host_memory_fits(needs.host, result.gpus):
-            result.refused[_OVER_HOST] += 1
-            return None
+            return _OVER_HOST
         return offloading, needs
 
     def search_longer(
@@ -413,22 +430,65 @@ class _Collector:
         self.exhaustive = True
         modes = self._framework.recompute
         saving = {"micro_batch": 1, "recompute": "full" if "full" in modes else modes[-1]}
-        counted = self._result.considered, self._result.refused.copy()
+        counted = self._result.outcomes.copy()
         for degrees in degree_sets:
             self.search_degrees(degrees, {**saving, **fixed})
-        self._result.considered, self._result.refused = counted
+        self._result.outcomes = counted
 
-    def trim(self) -> None:
-        """Sort the plans, and drop the slowest ones."""
-        plans = self._result.plans
-        plans.sort(key=_rank)
-        del plans[_MAX_PLANS:]
-        self._worst_listed = plans[-1].mfu if plans else 0.0
+    def rank(self) -> None:
+        """Put the recommended plan first, and the others behind it by their speed."""
+        plans, cluster, work = self._result.plans, self._result.cluster, self._result.work
+        plans.sort(key=lambda plan: (-round(plan.mfu, 4), *preference(cluster, work.model, plan)))
+        if plans:
+            taken = min(plans, key=lambda plan: preference(cluster, work.model, plan))
+            plans.remove(taken)
+            plans.insert(0, taken)
 
 
-def _rank(plan: Plan) -> tuple[float, ...]:
-    """Sort key of plans: by MFU; among equals (0.01 % of the peak) the simpler one."""
+# What each number of `preference` says of the plan whose number is the smaller.
+PREFERENCES = (
+    "the one that does not recompute attention",
+    "the one that offloads less",
+    "the one with fewer settings",
+    "the lower stage of sharding",
+    "FSDP2",
+    "the one with fewer GPUs a sequence",
+    "the one with less of a pipeline",
+    "the one with less tensor parallelism",
+    "that of the rule's degrees",
+    "the one that recomputes less",
+    "the one that offloads a little less",
+    "the one with the whole loss",
+    "the faster one",
+    "the one with the smaller micro batch",
+    "the one with more data parallelism",
+)
+
+
+def preference(cluster: Cluster, model: ModelShape, plan: Plan) -> tuple[float, ...]:
+    """What decides among plans that differ by less than the error of the formulas: the smaller of
+    two is taken. No recomputation beyond attention, no offload, fewer settings that trade time for
+    length, the lower stage of ZeRO, the fewest GPUs a sequence, the rule's degrees; then what is
+    recomputed, and the time.
+    """
     config = plan.config
-    simple = (RECOMPUTE.index(config.recompute), config.zero, config.tp, config.pp)
-    saves = config.offload_ratio, config.fused_loss
-    return (-round(plan.mfu, 4), *saves, *simple, plan.memory.total)
+    shares = config.tp * config.sp * config.pp
+    # Without KV heads that could be divided among tensor-parallel ranks the rule is another's.
+    by_rule = rule_degrees(config.sp, model.kv_heads, cluster.gpus_per_node, config.tp)
+    return (
+        config.recompute == "full",
+        math.ceil(4 * config.offload_ratio),  # in quarters: a little more is no other plan
+        len(config.length_words()),
+        config.zero,
+        not config.fsdp2,  # of stage 3
+        shares,
+        config.pp,
+        config.tp,
+        config.split != by_rule,
+        RECOMPUTE.index(config.recompute),
+        config.offload_ratio,
+        config.fused_loss,
+        -plan.mfu,
+        config.micro_batch,
+        -config.dp,
+    )

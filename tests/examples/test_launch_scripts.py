@@ -29,7 +29,7 @@ from programs import (
 )
 
 from ds_usp.planner import ParallelConfig, Workload, load_model
-from ds_usp.planner.emit import emit
+from ds_usp.planner.emit import megatron_lm
 
 TRAINER = f"{FOLDER}/pretrain_gpt_usp.py"
 MEGATRON_DEEPSPEED = os.environ.get("MEGATRON_DEEPSPEED_PATH", "")
@@ -109,14 +109,14 @@ def test_megatron_deepspeed_knows_every_flag():
 @pytest.mark.megatron_lm
 @pytest.mark.skipif(not MEGATRON_LM, reason="MEGATRON_LM_PATH is not set")
 def test_megatron_lm_knows_every_flag():
-    """Also those of ``ds-usp plan --emit megatron-lm``."""
+    """Also those of ``ds-usp plan --engine megatron-lm``."""
     local = {"TRANSFORMER_IMPL": "local", "ACTIVATION_CHECKPOINT": "true", "ZERO_STAGE": "0"}
     runs = [command(size, **LM)[1] for size in MEGATRON_LM_SCRIPTS]
     runs += [command("lm-1.3B", **LM, **local)[1]]
     work = Workload(load_model("llama3-8b"), 131072)
     degrees = {"tp": 2, "ulysses": 4, "ring": 2, "pp": 2, "layers_per_virtual_stage": 8}
     config = ParallelConfig(**degrees, zero=1, recompute="attention")
-    runs.append(emit("megatron-lm", work, config).replace("\\\n", " ").split())
+    runs.append(megatron_lm(work, config).replace("\\\n", " ").split())
     numbers = "args.num_layers, args.context_parallel_size, args.ulysses_degree"
     sizes = ["24 4 2", "32 4 2", "2 4 2", "24 4 2", "32 8 4"]
     assert parsed("megatron_lm", "megatron.training.arguments", numbers, runs) == sizes

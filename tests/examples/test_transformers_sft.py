@@ -5,25 +5,25 @@
 
 import contextlib
 import io
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
-from harness import RankContext, fork_world
+from harness import RankContext
 from programs import ROOT, python, run_script
 
 from ds_usp.planner.emit import emit
-from ds_usp.planner.models import ModelShape, load_model
+from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.training import prepare_deepspeed
 
 FOLDER = ROOT / "examples_deepspeed" / "transformers_sft"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("sft_*.sh"))
@@ -105,70 +105,49 @@ def test_the_tiny_script_trains_as_transformers_does_on_one_rank(pool, tmp_path)
     assert (tmp_path / "tiny_s512_g4_sp4_u2" / "model.safetensors").exists()
 
 
-def parsed(ctx: RankContext, flags: list[str]) -> tuple[object, ...]:
-    """What sft.py reads of flags."""
-    sys.path.insert(0, str(FOLDER))
-    sft = import_module("sft")
-    parser = sft.hf.HfArgumentParser((sft.Flags, sft.USPFlags, sft.trl.SFTConfig))
-    read, usp, args = parser.parse_args_into_dataclasses(flags)
+def run_emitted(ctx: RankContext, text: str) -> tuple[Any, ...]:
+    """The loss of a tiny Llama after the lines of a plan; its mesh; what a Trainer is given."""
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 257}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=2)
+    names: dict[str, Any] = {"torch": torch, "model": transformers.LlamaForCausalLM(config)}
+    names["TrainingArguments"] = partial(transformers.TrainingArguments, use_cpu=True)
+    enabled, _, others = text.partition("# a Trainer")
+    trainer, _, loop = others.partition("# or a loop")
+    ids = torch.arange(128)[None] % 257
+    if ctx.world == 1:
+        return (names["model"](input_ids=ids, labels=ids).loss.item(),)
+    exec(enabled, names)
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # of the group that there is
+    with mock.patch.dict(os.environ, meeting):
+        exec(trainer.partition("\n")[2].partition("attach(")[0], names)
+    mesh, args = names["mesh"], names["args"]
+    if "deepspeed" in loop:  # whose start is tested with the engine
+        return mesh.ulysses_degree, mesh.sp_degree, args.deepspeed
+    exec(loop.partition("\n")[2], names)
+    loss = names["model"](input_ids=ids, labels=ids).loss
+    loss.backward()
     batch = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    degrees = read.sequence_parallel_size, read.ulysses_degree
-    return (
-        *degrees,
-        args.max_length,
-        *batch,
-        usp.usp_recompute,
-        usp.usp_loss_chunks,
-        args.deepspeed,
-    )
+    return loss.item(), mesh.ulysses_degree, mesh.sp_degree, *batch, bool(args.fsdp)
 
 
 @pytest.mark.transformers
-@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
-def test_what_the_planner_emits_is_read_by_sft(pool):
-    work = Workload(load_model("openai/gpt-oss-20b"), 65536, 8)
-    config = ParallelConfig(
-        ulysses=2, ring=2, dp=2, zero=3, recompute="attention", fused_loss=True, micro_batch=2
-    )
-    command = emit("transformers", work, config).replace("\\\n", "")
-    words = shlex.split(command, comments=True)
-    flags = words[words.index("--model") :]
-    flags[1], flags[3] = "tiny", ""
-    (read,) = pool.run(parsed, 1, flags=[*flags, "--use_cpu", "true"])
-    *numbers, deepspeed = read
-    assert numbers == [4, 2, 65536, 2, 2, "attention", 32]
-    engine = json.loads(deepspeed) if isinstance(deepspeed, str) else deepspeed
-    assert engine["zero_optimization"]["stage"] == 3
-    assert engine["gradient_accumulation_steps"] == 2
-
-
-def train_emitted(ctx: RankContext, flags: list[str]) -> int:
-    """The exit code of sft.py under DeepSpeed, without an operator that only CPUs would compile."""
-    prepare_deepspeed()
-    with mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
-        return run_sft(ctx, flags)[0]
-
-
-@pytest.mark.transformers
-@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
-def test_what_the_planner_emits_trains_as_one_rank_does(tmp_path):
-    shape = ModelShape("tiny", 2, 64, 128, 8, 2, 257)
-    plan = ParallelConfig(ulysses=2, ring=2, zero=3, recompute="attention", fused_loss=True)
-    logs = []
-    for ranks, config in ((1, ParallelConfig()), (4, plan)):
-        command = emit("transformers", Workload(shape, 128, 2), config).replace("\\\n", "")
-        words = shlex.split(command, comments=True)
-        flags = words[words.index("--model") :]
-        flags[1], flags[3] = "tiny", ""
-        folder = tmp_path / str(ranks)
-        flags += ["--output_dir", str(folder), "--use_cpu", "true", "--max_steps", "2"]
-        flags += ["--logging_steps", "1", "--report_to", "none", "--learning_rate", "1e-3"]
-        assert fork_world(train_emitted, ranks, flags=flags) == [0] * ranks
-        logs.append(json.loads((folder / "trainer_state.json").read_text())["log_history"])
-    for alone, sharded in zip(*(log[:2] for log in logs), strict=True):
-        # Rounding to bf16; a mean over ranks or micro batches too many is a factor of 2 or 4.
-        assert sharded["loss"] == pytest.approx(alone["loss"], rel=2e-3)
-        assert sharded["grad_norm"] == pytest.approx(alone["grad_norm"], rel=2e-2)
+def test_the_lines_of_a_plan_run(pool):
+    """FSDP2 in a loop, on every mesh of the ranks; DeepSpeed's configuration by the Trainer."""
+    work = Workload(ModelShape("tiny", 2, 64, 128, 8, 2, 257), 128, 4)
+    plan = ParallelConfig(ulysses=2, dp=2, zero=3, fsdp2=True, recompute="attention")
+    plan = plan.replace(fused_loss=True, mlp_chunks=2)
+    ((alone,),) = pool.run(run_emitted, 1, text="")
+    for config, mesh in ((plan, (2, 2, 1, 2)), (plan.replace(ring=2, dp=1), (2, 4, 1, 4))):
+        for loss, *made in pool.run(run_emitted, 4, text=emit("transformers", work, config)):
+            assert made == [*mesh, True]
+            assert loss == pytest.approx(alone, rel=5e-3)  # computed in bf16
+    sharded = plan.replace(fsdp2=False, zero=2, micro_batch=2)
+    for ulysses, sp, engine in pool.run(run_emitted, 4, text=emit("transformers", work, sharded)):
+        assert (ulysses, sp, engine["zero_optimization"]["stage"]) == (2, 2, 2)
 
 
 @pytest.mark.transformers

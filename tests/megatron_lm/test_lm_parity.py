@@ -26,7 +26,7 @@ from lm_adapter import SGD, SGD_BY_ADAM, TrainingServer, flags
 from lm_packed import PATCHES
 
 from ds_usp.planner import ModelShape, ParallelConfig, Workload
-from ds_usp.planner.emit import emit
+from ds_usp.planner.emit import megatron_lm
 
 LIMIT = 1e-5  # fp32, losses and gradient norms, at every step
 ROPE = "--position-embedding-type rope"
@@ -405,7 +405,7 @@ PLANS = [
 
 def emitted(model: ModelShape, config: ParallelConfig) -> str:
     """The flags in fp32, with a vocabulary that is padded alike for any tensor-parallel size."""
-    text = emit("megatron-lm", Workload(model, 64, 4), config).replace("\\\n", " ")
+    text = megatron_lm(Workload(model, 64, 4), config).replace("\\\n", " ")
     padding = f"--make-vocab-size-divisible-by {128 // config.tp}"
     return f"{text.replace(' --bf16', '')} {padding} {SGD_BY_ADAM}"
 

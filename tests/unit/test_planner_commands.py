@@ -2,10 +2,15 @@
 
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
+from itertools import pairwise, product
 from pathlib import Path
 
 import planner_commands
@@ -13,15 +18,24 @@ import pytest
 from programs import python
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.degrees import divisors
 from ds_usp.planner import ParallelConfig, Workload, load_model
 from ds_usp.planner.__main__ import main
-from ds_usp.planner.emit import KINDS, emit
-from ds_usp.planner.explain import explain
+from ds_usp.planner.answer import answer, answer_text
+from ds_usp.planner.degree_rule import RULE, rule_degrees
+from ds_usp.planner.emit import emit, megatron_deepspeed, megatron_lm
 from ds_usp.planner.hardware import load_cluster
-from ds_usp.planner.parallel_config import framework_caps
-from ds_usp.planner.report import plans_text, search_result_json
-from ds_usp.planner.search import SearchResult, search
-from ds_usp.planner.step_time import StepTime
+from ds_usp.planner.memory import with_offload
+from ds_usp.planner.models import ModelShape
+from ds_usp.planner.parallel_config import ENGINES, framework_caps
+from ds_usp.planner.search import (
+    STATED_ERROR,
+    WITHIN_ERROR,
+    SearchResult,
+    preference,
+    search,
+)
+from ds_usp.planner.step_time import StepTime, step_mfu, step_time
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOSE = {"rel": 1e-9, "abs": 1e-9}  # another libm may differ in the last digit
@@ -62,7 +76,7 @@ def test_a_command_prints_what_the_snapshot_states(line, expected):
 def test_json_is_consistent_with_itself(capsys):
     line = "plan --model llama3-8b --seq-len 131072 --gpus 16 --cluster a800 --json"
     report = json.loads(run(capsys, line))
-    best = report["plans"][0]
+    best = report["recommended"]
     assert best["tp"] * best["ulysses"] * best["ring"] * best["pp"] * best["dp"] == 16
     assert best["memory"]["total_bytes"] <= report["budget_bytes"]
     assert best["step_s"] == pytest.approx(sum(best["time_s"].values()))
@@ -82,10 +96,7 @@ def test_lengths_in_powers_of_1024(capsys):
 STARTED = """
 import sys, time
 begin = time.process_time()
-from ds_usp.errors import ConfigError
-from ds_usp.planner import ParallelConfig, Workload, load_model
 from ds_usp.planner.__main__ import main
-from ds_usp.planner.emit import KINDS, emit
 main("memory --model 7b --seq-len 8K".split())
 loaded = [name for name in ("torch", "numpy", "matplotlib") if name in sys.modules]
 print(time.process_time() - begin, *loaded)
@@ -121,7 +132,7 @@ MODEL = load_model("llama3-8b")
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
     work = Workload(MODEL, 131072)
-    return search(load_cluster("h200"), work, 4, fixed={"tp": 1, "pp": 1, "dp": 1})
+    return search(load_cluster("h200"), work, 4, framework_caps("trainer"), fixed={"dp": 1})
 
 
 @pytest.mark.parametrize("part", [field.name for field in fields(StepTime)])
@@ -129,91 +140,163 @@ def test_whatever_a_plan_loses_with_has_a_name(result, part):
     """The layers' time is reported by component, so where it alone is more, one of these is."""
     best = result.plans[0]
     more = getattr(best.time, part) + 1e3
-    other = replace(best, mfu=best.mfu / 2, time=replace(best.time, **{part: more}))
-    (line,) = (
-        line
-        for line in explain(replace(result, best_with={("zero", "other"): other}, fixed={}))
-        if "because zero other" in line
-    )
+    slow = best.config.replace(zero=best.config.zero % 3 + 1)
+    time = replace(best.time, **{part: more})
+    other = replace(best, config=slow, mfu=best.mfu / 2, time=time)
+    of_one = replace(result, plans=[best], best_with={("sharding", "other"): other}, over_memory=[])
+    line = answer(of_one).why[-1]
     assert ": 1000.00 s more for " in line or (part == "layers" and " s more for " in line)
 
 
-def test_ties_are_marked_and_counted(result):
-    best = result.plans[0]
-    near, far = (replace(best, mfu=best.mfu * share) for share in (0.95, 0.93))
-    text = plans_text(replace(result, plans=[best, near, far]), 3)
-    rows = [line for line in text.splitlines() if line[:1].isdigit()][:3]
-    assert [row.partition("=")[2] or row[-1] == "=" for row in rows] == [" simplest", True, False]
-    lean = replace(near, config=best.config.replace(recompute="none", offload_ratio=0.0))
-    costly = replace(best, config=best.config.replace(recompute="full", offload_ratio=0.5))
-    lines = plans_text(replace(result, plans=[costly, lean, far]), 3).splitlines()
-    (marked,) = (line for line in lines if line.endswith("= simplest"))
-    assert f"{lean.mfu:.1%}" in marked  # not the fastest, but without settings for memory
-    assert "= 2 of the 3 are a tie: less than 6% apart" in text
-    across = best.config.replace(ulysses=8, ring=1)
-    within = best.config.replace(ulysses=4, ring=2, recompute="full")
-    for nodes_of, simplest in ((8, "8 x 1"), (4, "4 x 2")):
-        cluster = result.cluster.with_gpus_per_node(nodes_of)
-        plans = [replace(best, config=config) for config in (within, across)]
-        text = plans_text(replace(result, cluster=cluster, plans=plans), 2)
-        (marked,) = (line for line in text.splitlines() if line.endswith("= simplest"))
-        assert marked.startswith(simplest)
-    sharded = best.config.replace(ulysses=4, ring=2, zero=3)
-    whole = best.config.replace(ulysses=2, ring=4, zero=1)
-    plans = [replace(best, config=config) for config in (sharded, whole)]
-    (marked,) = (
-        line
-        for line in plans_text(replace(result, plans=plans), 2).splitlines()
-        if line.endswith("= simplest")
+def requests(count: int) -> Iterator[SearchResult]:
+    """Searches of random models, lengths, batches, GPUs and programs."""
+    draw = random.Random(63)
+    models = ["llama3.1-8b", "qwen3-8b", "qwen2.5-7b", "qwen3-30b-a3b", "gemma-2-9b", "gpt-1.3b"]
+    for _ in range(count):
+        model, gpus = load_model(draw.choice(models)), draw.choice([1, 2, 4, 8])
+        length, batch = 1024 * 2 ** draw.randrange(2, 10), draw.choice([1, 1, 2])
+        cluster, work = draw.choice(["h100", "h200", "a100"]), Workload(model, length, batch)
+        engines = ENGINES[:4] if work.model.is_plain and gpus <= 4 else ENGINES[:1]
+        yield search(load_cluster(cluster), work, gpus, framework_caps(draw.choice(engines)))
+
+
+def test_two_hundred_random_requests_have_one_answer():
+    """The plan is within the error of the fastest, or there is none; it has the rule's degrees, or
+    the reason says why not; it is the one that is marked and written; counts add up to the number
+    considered, whatever is listed."""
+    ruled = shared = 0
+    for found in requests(200):
+        told = answer(found)
+        if not found.plans:
+            assert told.plan is None and not told.lines and told.why
+            continue
+        plan, config = found.plans[0], found.plans[0].config
+        assert told.plan is plan and plan.mfu >= found.fastest.mfu * (1 - STATED_ERROR)
+        assert found.outcomes[WITHIN_ERROR] == len(found.plans)
+        rule = rule_degrees(
+            config.sp, found.work.model.kv_heads, found.cluster.gpus_per_node, config.tp
+        )
+        shared += config.sp > 1
+        ruled += config.sp > 1 and config.split == rule
+        named = f"Ulysses {rule[0]} x ring {rule[1]}, which the rule takes"
+        assert (config.sp == 1 or config.split == rule) != told.why[0].startswith(named)
+        written = f"no lines of {found.framework.name}"
+        with suppress(ConfigError):
+            written = emit(found.framework.name, found.work, config)
+        assert told.lines.startswith(written)
+        for top in (0, 1, 70):
+            text = "\n".join(map(str, answer_text(told, top, False)))
+            counts = re.search(r"\n([\d,]+) configurations considered: ((?:.|\n(?!\n))+)", text)
+            each = re.findall(r"(?:^|,\s)([\d,]+)\s(?=[a-zA-Z])", counts[2])
+            numbers = [int(number.replace(",", "")) for number in (counts[1], *each)]
+            assert numbers[0] == sum(numbers[1:]) == found.considered
+            assert text.count(f"take    {config}\n") == 1
+            rows = [row.split() for row in text.splitlines() if "%" in row and row.endswith("*")]
+            assert len(rows) == min(top, 1) and all(row[0] == str(config.ulysses) for row in rows)
+    assert ruled > 0.8 * shared > 60
+
+
+def test_every_configuration_is_counted_once():
+    """By trying all of them."""
+    work, cluster = Workload(MODEL, 65536, 2), load_cluster("h100").with_gpus_per_node(4)
+    caps = framework_caps("transformers")
+    found = search(cluster, work, 4, caps)
+    base = ParallelConfig(eager_norms=True, tp_sequence=False, unsharded_grad_reduce=True)
+    base = base.replace(overlap_gradients=True)
+    fitting, tried = [], 0
+    for ulysses, ring, dp in product((1, 2, 4), repeat=3):
+        if ulysses * ring * dp != 4 or dp > 2:
+            tried += ulysses * ring * dp == 4
+            continue
+        for zero, mode, micro in product((1, 2, 3, "fsdp2"), caps.recompute, divisors(2 // dp)):
+            tried += 1
+            config = base.replace(ulysses=ulysses, ring=ring, dp=dp, recompute=mode)
+            config = config.replace(zero=3 if zero == "fsdp2" else zero, micro_batch=micro)
+            config = config.replace(fsdp2=zero == "fsdp2", offload_unit="layer")
+            for chunked in (config, config.replace(fused_loss=True)):
+                offloaded, fits = with_offload(
+                    work, chunked, cluster.budget_bytes, cluster.workspace_bytes
+                )
+                if fits:
+                    seconds = step_time(cluster, work, offloaded).total
+                    fitting.append(step_mfu(cluster, work, offloaded, seconds))
+                    if chunked is config and not offloaded.offload_ratio:
+                        break
+    assert tried == found.considered
+    assert found.fastest.mfu == pytest.approx(max(fitting))
+
+
+def test_the_rule_is_said_in_the_same_words_everywhere():
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/which-degrees.md")}
+    for page in pages.values():
+        assert "; ".join(RULE) in " ".join(page.split())
+    rows = re.findall(
+        r"\| .*?([\d]+) (?:KV )?heads \| (\d+), (\d+) \| (\d+) x (\d+) \|"
+        r"|\| the same \| (\d+), (\d+) \| (\d+) x (\d+) \|",
+        pages["docs/which-degrees.md"],
     )
-    assert marked.startswith("2 x 4")  # a lower ZeRO stage before a smaller ring
-    alone = plans_text(replace(result, plans=[best, far]), 2)
-    assert "tie" not in alone and not any(line.endswith("=") for line in alone.splitlines())
-    assert search_result_json(result, 1)["tie_within"] == 0.06
+    assert len(rows) == 6
+    heads = 0
+    for row in rows:
+        heads = int(row[0] or heads)
+        ranks, node, *split = (int(number) for number in row[1:] if number)
+        assert rule_degrees(ranks, heads, node) == tuple(split)
+    model = load_model("meta-llama/Llama-3.1-8B")
+    told = answer(search(load_cluster("h100"), Workload(model, 131072), 16))
+    assert told.plan.config.split == (8, 2) and told.why[0].startswith(f"{RULE[1]}, {RULE[2]} (16 ")
 
 
-def test_orders_that_do_not_differ_are_one_plan(result):
-    """Inside one node no link tells them apart; across nodes some do."""
-    assert {plan.config.order for plan in result.plans} == {"ulysses-ring"}
-    wide = search(load_cluster("h200"), Workload(MODEL, 131072), 16, fixed={"tp": 1, "pp": 1})
-    assert {plan.config.order for plan in wide.plans} == {"ulysses-ring", "ring-ulysses"}
-    seen = [replace(plan.config, order="") for plan in wide.plans if plan.mfu == wide.plans[0].mfu]
-    assert len(seen) == len(set(seen))
+def test_where_nothing_is_faster_the_rule_and_the_fewest_settings_are_taken():
+    best = search(load_cluster("h200"), Workload(MODEL, 131072), 8).plans[0]
+    cluster = load_cluster("h200")
 
+    def taken(*configs: ParallelConfig) -> ParallelConfig:
+        plans = [replace(best, config=config) for config in configs]
+        return min(plans, key=lambda plan: preference(cluster, MODEL, plan)).config
 
-def test_no_line_is_said_twice():
-    for gpus in (8, 16):
-        lines = explain(search(load_cluster("h100"), Workload(MODEL, 131072), gpus))
-        assert len(lines) == len(set(lines))
+    plain = ParallelConfig(ulysses=8, zero=1)
+    worse = [
+        {"recompute": "full"},
+        {"offload_ratio": 0.3},
+        {"states_on_host": True},
+        {"zero": 3},
+        {"pp": 2, "ulysses": 4},
+        {"ulysses": 4, "ring": 2},
+        {"recompute": "attention"},
+        {"fused_loss": True},
+    ]
+    for one, two in pairwise([{}, *reversed(worse)]):
+        assert taken(plain.replace(**two), plain.replace(**one)) == plain.replace(**one)
+    more, less = (plain.replace(offload_ratio=ratio) for ratio in (0.97, 0.53))
+    assert taken(more, less) == less
+    small = ModelShape("four KV heads", 32, 4096, 14336, 32, 4, 128256)
+    plans = [replace(best, config=plain.replace(ulysses=u, ring=8 // u)) for u in (8, 4, 2, 1)]
+    first = min(plans, key=lambda plan: preference(cluster, small, plan)).config
+    assert first.split == rule_degrees(8, 4, 8) == (4, 2)
 
 
 def test_the_loss_is_in_chunks_where_its_logits_do_not_fit():
     work = Workload(MODEL, 131072)
-    for how in ("any", "megatron-deepspeed"):
+    for how in ("trainer", "megatron-deepspeed"):
         # With the keys and values of two ring ranks beside them.
-        result = search(load_cluster("h100"), work, 8, framework_caps(how), fixed={"ring": 2})
-        best = result.plans[0].config
-        assert best.fused_loss and not best.offload_ratio
-        assert search_result_json(result, 1)["plans"][0]["fused_loss"]
-        assert any(line.startswith("chunked loss: the full logits") for line in explain(result))
-        unchunked = search(
-            load_cluster("h200"), Workload(MODEL, 32768), 8, framework_caps(how)
-        ).plans[0]
-        assert not unchunked.config.fused_loss
+        best = search(load_cluster("h100"), work, 8, framework_caps(how), fixed={"ring": 2})
+        config = best.plans[0].config
+        assert config.fused_loss and not config.offload_ratio
+        unchunked = search(load_cluster("h200"), Workload(MODEL, 32768), 8, framework_caps(how))
+        assert not unchunked.plans[0].config.fused_loss
     run = ParallelConfig()
-    for how, alone, in_pipeline in (
-        ("any", True, True),
-        ("megatron-deepspeed", True, False),
-        ("transformers", True, False),
-        ("megatron-core", False, False),
+    for how, alone in (
+        ("megatron-deepspeed", True),
+        ("transformers", True),
+        ("megatron-lm", False),
     ):
         can = framework_caps(how).can_chunk_loss
-        assert (can(run), can(run.replace(pp=2))) == (alone, in_pipeline)
+        assert can(run) == alone and not can(run.replace(pp=2))
         assert not can(run.replace(fused_loss=True))
-    for how in ("megatron-deepspeed", "megatron-core"):
+    for how in ("megatron-deepspeed", "megatron-lm"):
         plans = search(load_cluster("h100"), work, 16, framework_caps(how)).plans
         chunked = [plan.config for plan in plans if plan.config.fused_loss]
-        assert all(config.pp == 1 for config in chunked) and (how[-4:] != "core" or not chunked)
+        assert all(config.pp == 1 for config in chunked) and (how[-2:] != "lm" or not chunked)
 
 
 # ------------------------------------------------------------------ what plans are emitted as
@@ -252,42 +335,47 @@ def test_the_flags_that_we_added_are_taken_by_both_programs():
     host = ArgumentParser()
     add_flags(host, MeshSettings())
     for parser in (host, build_parser()):
-        args, _ = parser.parse_known_args(words(emit("megatron-deepspeed", work, config)))
+        args, _ = parser.parse_known_args(words(megatron_deepspeed(work, config)))
         assert (args.ulysses_degree, args.usp_layout) == (2, "zigzag")
         assert (args.usp_recompute, args.usp_offload_ratio) == ("attention", 0.25)
         assert args.usp_loss_chunks == 16  # of 16K tokens of a rank, 1K each
 
 
-def test_degrees_of_a_patched_megatron_lm_and_of_a_program_on_megatron_core():
+def test_degrees_of_a_patched_megatron_lm_and_llamas_scaling():
     """Golden files have those of several ranks."""
     work, config = Workload(load_model("llama3-8b"), 131072), ParallelConfig(tp_sequence=False)
-    assert "--ulysses-degree" not in words(emit("megatron-lm", work, config))
-    for kind, other in (("megatron-core", "attention"), ("megatron-lm", "gemm-last")):
-        with pytest.raises(ConfigError, match=f"search with --engine {kind}"):
-            emit(kind, work, replace(config, recompute=other))
+    assert "--ulysses-degree" not in words(megatron_lm(work, config))
+    with pytest.raises(ConfigError, match="plan with --engine megatron-lm"):
+        emit("megatron-lm", work, replace(config, recompute="gemm-last"))
+    scaled = words(megatron_lm(Workload(load_model("llama3.1-8b"), 131072), config))
+    added = ["--use-rope-scaling", "--rope-scaling-factor"]
+    assert [word for word in scaled if word not in words(megatron_lm(work, config))] == added
+    assert scaled[scaled.index(added[1]) + 1] == "8"
+    other = replace(load_model("llama3.1-8b"), other_facts=('rope_scaling {"factor": 8.0}',))
+    with pytest.raises(ConfigError, match="has no flag for rope_scaling"):
+        megatron_lm(Workload(other, 131072), config)
 
 
-def test_an_order_that_no_host_has_is_not_emitted():
+def test_an_order_that_no_program_has_is_not_emitted():
     work = Workload(load_model("llama3-8b"), 131072)
     config = ParallelConfig(ulysses=2, ring=4, order="ring-ulysses", tp_sequence=False)
-    for kind in KINDS:
+    for engine in ENGINES[:4]:
         with pytest.raises(ConfigError, match="has no switch for ring-ulysses"):
-            emit(kind, work, config)
-        assert emit(kind, work, replace(config, ring=1))  # which is the same in both orders
+            emit(engine, work, config)
+        assert emit(engine, work, replace(config, ring=1))  # which is the same in both orders
 
 
-@pytest.mark.parametrize("kind", ["script", "megatron-deepspeed", "ds-config"])
-def test_zero_0_is_not_emitted(kind):
+@pytest.mark.parametrize("engine", ["trainer", "megatron-deepspeed", "transformers"])
+def test_zero_0_is_not_emitted(engine):
     with pytest.raises(ConfigError, match="sums gradients of bf16 weights in bf16"):
-        emit(kind, Workload(load_model("llama3-8b"), 8192), ParallelConfig(zero=0))
+        emit(engine, Workload(load_model("llama3-8b"), 8192), ParallelConfig(zero=0))
     assert 0 not in framework_caps("megatron-deepspeed").zero
 
 
 FACTS = {
-    "script": ("qkv_bias", "qk_norm", "head_dim", "rope_theta", "other_facts"),
+    "trainer": ("qkv_bias", "qk_norm", "head_dim", "rope_theta", "other_facts"),
     "megatron-deepspeed": ("qkv_bias", "qk_norm", "rope_theta", "other_facts"),
     "megatron-lm": ("rope_theta", "other_facts"),
-    "megatron-core": ("rope_theta", "other_facts"),
 }
 
 CHANGED = {
@@ -315,14 +403,12 @@ def test_every_fact_of_a_model_is_in_the_flags_or_refused_by_name(kind, fact):
         )
 
 
-def test_an_explanation_beside_what_is_emitted(capsys):
-    line = f"{H200} --engine megatron-deepspeed --emit megatron-deepspeed"
-    assert main(line.split()) == 0
-    alone = capsys.readouterr()
-    assert main([*line.split(), "--explain"]) == 0
-    explained = capsys.readouterr()
-    assert alone.err == "" and explained.out == alone.out  # what a shell keeps
-    assert "% MFU" in explained.err and "because" in explained.err
+def test_the_lines_alone(capsys):
+    """What a shell keeps is what the answer ends with, and JSON has."""
+    line = f"{H200} --engine megatron-deepspeed"
+    whole, alone = run(capsys, line), run(capsys, f"{line} --lines")
+    assert whole.endswith(alone) and alone.startswith("cat > ds_config.json")
+    assert json.loads(run(capsys, f"{line} --json"))["lines"] == alone.rstrip("\n")
 
 
 # ------------------------------------------------------------------ refusals
@@ -344,7 +430,7 @@ REFUSED = {
     "plan --model 7b --seq-len 8192 --gpu 8 --zeroo 1": "--zeroo (did you mean --zero?)",
     f"{P} --documents 1,x": "--documents: 'x' must be",
     f"{P} --documents 100": "documents of 100 tokens do not fill a sequence of 8192",
-    f"{P} --top 0": "--top 0 must be a whole number of 1 or more",
+    f"{P} --top -1": "--top -1 must be a whole number of 0 or more",
     # What would take hours.
     "plan --model 7b --seq-len 8K --gpus 1000000000": "--gpus 1000000000 must be at most 131,072",
     f"{P} --global-batch 999999999": "must be at most 32,768",
@@ -367,45 +453,43 @@ REFUSED = {
     "comm --model 7b --seq-len 8192 --ulysses 64": "there are 32. Use one of 32 (ring 2), 16",
     f"{LONG} --ulysses 64": "ulysses=64 needs at least 64 query heads",
     f"{LONG} --ulysses 3 --gpus 4": "--gpus 4 is not a multiple of tp 1 x ulysses 3",
-    f"{LONG} --zero 2 --pp 2": "ZeRO-2 does not go with a pipeline (pp=2)",
+    f"{LONG} --zero 2 --pp 2 --engine megatron-deepspeed": "not go with a pipeline (pp=2)",
     f"{LONG} --gpus 9 --dp 2": "no configuration of 9 GPUs has dp 2",
-    f"{P128} --tp 4 --ulysses 8": "no configuration of 16 GPUs has tp 4, ulysses 8",
-    f"{P128} --order ring-ulysses --ring 1": "without both ulysses and ring there is no order",
+    f"{P128} --engine megatron-lm --tp 4 --ulysses 8": "16 GPUs has tp 4, ulysses 8",
     f"{P128} --micro-batch 3": "micro batch 3 does not divide the sequences of a replica",
-    f"{P128} --zero 3 --pp 2": "ZeRO-3 does not go with a pipeline, ZeRO-3 has no ranks to share",
+    f"{P128} --zero 3 --pp 2 --engine megatron-deepspeed": "ZeRO-3 does not go with a pipeline, ",
     # Settings that trade time for length.
     f"{M} --ulysses 2 --recompute full --mlp-chunks 8192": "tokens: 8192, a rank has 4096",
     f"{M} --recompute attention-only --mlp-chunks 2": "no program has an MLP in chunks",
     f"{M} --checkpoint-layers 2": "not with none: there are 2",
     f"{M} --zero 0 --states-on-host": "for ZeRO-1 to 3, not for ZeRO-0",
-    f"{P} --checkpoint-layers 2 --recompute none": "recompute attention or full, not with none",
+    f"{P} --engine trainer --checkpoint-layers 2 --recompute none": "or full, not with none",
     f"{P} --mlp-chunks 9000": "has MLP in 9000 chunks: an MLP in more chunks than tokens",
-    # What a framework has.
-    f"{P} --engine megatron-core --mlp-chunks 2": "megatron-core has no --mlp-chunks",
+    # What a program has.
     f"{P} --engine megatron-lm --fused-loss": "megatron-lm has no --fused-loss",
-    f"{P} --emit megatron-lm --states-on-host": "megatron-lm has no --states-on-host",
-    f"{P128} --engine megatron-core --zero 3": "megatron-core has no ZeRO-3",
-    f"{P128} --engine megatron-core --recompute gemm-last": "has no recompute gemm-last",
-    f"{P128} --engine megatron-deepspeed --order ring-ulysses": "has no order ring-ulysses",
-    f"{P128} --engine any --emit megatron-core": "what megatron-core can run, not --engine any",
-    f"{P128} --fused-activation --emit script": "fuses SwiGLU: leave --fused-activation out",
-    f"{P128} --documents 131072 --emit megatron-core": "leave --documents out",
-    f"{P128} --zero 0 --emit script": "trainer has no ZeRO-0",
+    f"{P} --engine megatron-lm --states-on-host": "megatron-lm has no --states-on-host",
+    f"{P} --engine trainer --bf16-states": "trainer has no --fsdp2",
+    f"{P} --checkpoint-layers 2": "transformers has no --checkpoint-layers",
+    f"{P128} --tp 2": "has no --tp: leave it out, or take --engine megatron-lm",
+    f"{P128} --engine megatron-lm --zero 3": "megatron-lm has no ZeRO-3",
+    f"{P128} --engine megatron-lm --recompute gemm-last": "has no recompute gemm-last",
+    f"{P128} --zero 0 --engine trainer": "trainer has no ZeRO-0",
+    f"{P128} --engine diffusers": "llama3-8b is a model of text",
+    "plan --model sd --seq-len 4096 --gpus 2 --engine diffusers": "no diffusion transformer 'sd'",
+    f"{LONG} --tp 2": "transformers has no --tp and no --pp",
     # Layers that transformers alone runs.
-    "plan --model qwen3-next --seq-len 8K --gpus 8 --emit megatron-lm": "not for megatron-lm",
+    "plan --model qwen3-next --seq-len 8K --gpus 8 --engine megatron-lm": "not for megatron-lm",
     "memory --model jamba --seq-len 8K --tp 2": "has no tp 2: jamba-mini",
     "memory --model lfm2 --seq-len 8K --recompute gemm-last": "has no recompute gemm-last: lfm2",
     "memory --model lfm2 --seq-len 8K --states-on-host": "has no --usp-states-on-host: lfm2",
     "memory --model jamba --seq-len 8K --mlp-chunks 2": "planned without experts: jamba-mini",
-    "plan --model gemma-2-9b --seq-len 64K --gpus 8 --emit megatron-lm": "not for megatron-lm",
     "comm --model lfm2 --seq-len 8K --ring 4 --layout striped": "tokens that are 4 apart",
 }
 # Searches that have no configuration at all, by a rule that counts what it has refused.
+DEEP = f"{P128} --engine megatron-deepspeed --pp 2"
 IMPOSSIBLE = {
-    f"{P128} --fused-loss --pp 2 --emit ds-config": "no chunked loss in a pipeline (20)",
-    f"{P128} --documents 128K --pp 2 --emit ds-config": "no packed documents in a pipeline (20)",
-    f"{P128} --pp 2 --emit script": "tp and pp, which the trainer has not (20)",
-    "plan --model jamba --seq-len 8K --gpus 8 --tp 2": "layers that transformers runs (10)",
+    f"{DEEP} --fused-loss": "no chunked loss in a pipeline (20)",
+    f"{DEEP} --documents 128K": "no packed documents in a pipeline (20)",
 }
 
 

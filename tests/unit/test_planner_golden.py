@@ -1,12 +1,15 @@
 """The planner against what others measured and published; docs/planner.md states its errors."""
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 from planner_expectations import (
+    RESULTS,
     attention_runs,
     memory_runs,
     own_attention_runs,
@@ -22,6 +25,7 @@ from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, infeasible_reason
+from ds_usp.planner.search import search
 from ds_usp.planner.step_time import MicroBatch, step_mfu, step_time
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +175,52 @@ def test_memory_of_own_trainings_with_nothing_fitted():
     assert len(runs) == 19
     predicted = [memory(work, config).formula for work, config, *_ in runs]
     assert max(errors(predicted, [bytes_ for *_, bytes_ in runs])) < 0.002
+
+
+def whole_model_runs() -> list[tuple[Workload, ParallelConfig, float, float]]:
+    """Qwen3-8B whole under FSDP2 in bf16 on 2 H200: seconds a step and bytes; 256K comes last."""
+    runs = []
+    for line in (RESULTS / "qwen3_8b.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "note" in row:
+            continue  # of a policy that has left
+        ulysses, ring = map(int, row["case"].removeprefix("ds_usp ")[:3].split("x"))
+        config = ParallelConfig(
+            ulysses=ulysses,
+            ring=ring,
+            recompute=row["recompute"],
+            mlp_chunks=int(row["command"].partition("--mlp-chunks ")[2].split()[0]),
+            fused_loss=True,
+            zero=3,
+            fsdp2=True,
+            bf16_states=True,
+            grad_bytes=2,
+            eager_norms=True,
+            tp_sequence=False,
+        )
+        work = Workload(load_model("qwen3-8b"), int(row["workload"].partition(":")[2]))
+        runs.append((work, config, fmean(row["seconds"]), row["peak_gib"] * 2**30))
+    return sorted(runs, key=lambda run: run[0].seq_len)
+
+
+def test_a_whole_model_under_fsdp2():
+    cluster, runs = load_cluster("h200").with_gpus_per_node(2), whole_model_runs()
+    assert len(runs) == 4
+    times = [step_time(cluster, work, config).total for work, config, *_ in runs]
+    sizes = [memory(work, config, cluster.workspace_bytes).total for work, config, *_ in runs]
+    time = errors(times[:3], [seconds for _, _, seconds, _ in runs[:3]])
+    size = errors(sizes, [measured for *_, measured in runs])
+    assert max(time) < 0.08 and max(size) < 0.03
+    text = stated("step of a whole Qwen3-8B at 128K on 2 H200")
+    assert f"| {100 * max(time):.1f} % at most |" in text
+    assert f"| {100 * max(size):.1f} % at most" in stated(
+        "peak memory of the same runs, and of one"
+    )
+    # Two cards of 80 GB, of which the device says 79.2 GiB.
+    small = replace(load_cluster("h100"), memory_bytes=79.2 * 2**30)
+    base = ParallelConfig(fsdp2=True, bf16_states=True, zero=3, grad_bytes=2)
+    plan = search(small, runs[0][0], 2, base=base).plans[0]
+    assert plan.config.recompute == "attention" and plan.memory.total < 76.1 * 2**30
 
 
 def test_time_of_own_trainings_and_the_fastest_mesh():

@@ -10,8 +10,8 @@ import pytest
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.__main__ import main
-from ds_usp.planner.emit import emit
-from ds_usp.planner.explain import explain
+from ds_usp.planner.answer import answer
+from ds_usp.planner.emit import emit, megatron_deepspeed
 from ds_usp.planner.formulas import (
     executed_flop_per_token,
     input_bytes,
@@ -40,7 +40,6 @@ from ds_usp.planner.memory import (
 )
 from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
-    RECOMPUTE,
     ParallelConfig,
     Workload,
     framework_caps,
@@ -193,7 +192,8 @@ def test_steps_go_further_and_say_what_ends_them():
     cluster = replace(H200, host_memory_bytes=256 * GIB).with_gpus_per_node(2)
     limits = cluster, cluster.budget_bytes, cluster.workspace_bytes
     base = ParallelConfig(ulysses=2, zero=3)
-    steps = length_steps(LLAMA, [base], *limits)
+    trainer = framework_caps("trainer")
+    steps = length_steps(LLAMA, [base], *limits, trainer)
     assert [step.added for step in steps][:3] == [
         "full, offload",
         "loss in chunks",
@@ -208,7 +208,7 @@ def test_steps_go_further_and_say_what_ends_them():
     assert beyond.total > cluster.budget_bytes and not cluster.host_memory_fits(beyond.host, 2)
     # What is given stays, and is not proposed again.
     given = base.replace(fused_loss=True, mlp_chunks=4)
-    fixed = length_steps(LLAMA, [given], *limits)
+    fixed = length_steps(LLAMA, [given], *limits, trainer)
     assert {step.config.mlp_chunks for step in fixed} == {4}
     assert all("loss" not in step.added for step in fixed)
     assert STEP < fixed[-1].seq_len < lengths[-1]
@@ -226,15 +226,14 @@ def test_a_plan_has_them_where_nothing_fits_without():
     best = results.plans[0]
     assert results.added_length_settings and best.config.mlp_chunks == 48
     assert cluster.host_memory_fits(best.memory.host, 2)
-    assert any("nothing fits without" in line for line in explain(results))
-    flags = emit("script", long, best.config)
+    flags = emit("trainer", long, best.config)
     assert "--usp-mlp-chunks 48" in flags
     assert f"--usp-checkpoint-layers {best.config.checkpoint_layers}" in flags
     assert ("--usp-states-on-host" in flags) == best.config.states_on_host
     waiting = best.config.replace(states_on_host=True)
-    assert "--usp-states-on-host" in emit("megatron-deepspeed", long, waiting)
+    assert "--usp-states-on-host" in megatron_deepspeed(long, waiting)
     too_long = Workload(LLAMA, 2**23)
-    lines = explain(search(cluster, too_long, 2, trainer, fixed=fixed))
+    lines = answer(search(cluster, too_long, 2, trainer, fixed=fixed)).why
     assert "nothing fits into" in lines[0]
     assert "MLP in 256 chunks, states on the host" in lines[0]
 
@@ -255,6 +254,7 @@ def test_each_setting_that_is_switched_on_has_its_own_time() -> None:
 
 H200 = load_cluster("h200")
 
+DEEP = framework_caps("megatron-deepspeed")
 CASES = {
     "one GPU": ("gpt-1.3b", ParallelConfig()),
     "ulysses 4": ("gpt-6.7b", ParallelConfig(ulysses=4, fused_loss=True)),
@@ -269,14 +269,15 @@ CASES = {
 def ends(case: str, budget_gib: float = 135.0, host_gib: float = 1024.0) -> list[MaxLength]:
     model, config = CASES[case]
     cluster = replace(H200, host_memory_bytes=host_gib * GIB)
-    return max_lengths(load_model(model), [config], cluster, budget_gib * GIB, GIB)
+    return max_lengths(load_model(model), [config], cluster, budget_gib * GIB, GIB, DEEP)
 
 
 def fits(case: str, end: MaxLength, seq_len: int, budget_gib: float, host_gib: float) -> bool:
     """Whether any offload ratio will do: the least that leaves the GPU enough needs the least of
     the host, of a thousand ratios."""
     model, config = CASES[case]
-    work = Workload(load_model(model), seq_len, 2 * config.pp * config.dp * config.micro_batch)
+    stages = 2 * config.pp if config.pp > 1 else 1
+    work = Workload(load_model(model), seq_len, stages * config.dp * config.micro_batch)
     asked = replace(config, recompute=end.config.recompute, offload_unit="layer")
 
     def needed(thousandths: int) -> Memory:
@@ -293,7 +294,7 @@ def fits(case: str, end: MaxLength, seq_len: int, budget_gib: float, host_gib: f
 def test_it_fits_to_the_end_and_not_a_step_further(case, host_gib):
     longest = ends(case, 135.0, host_gib)
     assert [(end.config.recompute, end.config.offload_ratio > 0) for end in longest] == [
-        (recompute, offload) for recompute in RECOMPUTE for offload in (False, True)
+        (recompute, offload) for recompute in DEEP.recompute for offload in (False, True)
     ]
     for end in longest:
         assert end.seq_len and end.seq_len % STEP == 0
@@ -306,7 +307,7 @@ def test_it_fits_to_the_end_and_not_a_step_further(case, host_gib):
 @pytest.mark.parametrize("case", CASES)
 def test_who_keeps_less_goes_further(case):
     far = {(end.config.recompute, end.config.offload_ratio > 0): end.seq_len for end in ends(case)}
-    for recompute in RECOMPUTE:
+    for recompute in DEEP.recompute:
         assert far[recompute, True] >= far[recompute, False]
     for offload in (False, True):
         assert far["none", offload] < far["gemm-last", offload] < far["attention", offload]
@@ -319,17 +320,17 @@ def test_who_keeps_less_goes_further(case):
 
 def test_without_degrees_those_that_go_furthest_are_found(capsys):
     """As asking for each of them alone finds them."""
-    line = "longest --model llama3-8b --zero 3 --gpus 4 --json"
+    line = "longest --model llama3-8b --zero 3 --gpus 4 --engine megatron-deepspeed --json"
     assert main(line.split()) == 0
     report = json.loads(capsys.readouterr().out)
     model, base = load_model("llama3-8b"), ParallelConfig(zero=3)
-    cluster = load_cluster("h800")
-    configs = all_configs(model, base, 4, cluster)
+    cluster = load_cluster("h100")
+    configs = all_configs(model, base, 4, cluster, DEEP, {"dp": 1})
     assert {(s.tp, s.ulysses, s.ring, s.pp) for s in configs} == {
         cut for cut in product((1, 2, 4), repeat=4) if math.prod(cut) == 4 and cut[3] == 1
     }
     alone = [
-        max_lengths(model, [config], cluster, cluster.budget_bytes, cluster.workspace_bytes)
+        max_lengths(model, [config], cluster, cluster.budget_bytes, cluster.workspace_bytes, DEEP)
         for config in configs
     ]
     assert not any("added" in row for row in report[: len(alone[0])])
@@ -343,7 +344,9 @@ def test_searched_degrees_leave_those_that_are_given(capsys):
         assert main(f"longest --model gpt-1.3b --zero 3 --json {more}".split()) == 0
         return json.loads(capsys.readouterr().out)
 
-    assert {row["ulysses"] for row in rows("--gpus 8 --ulysses 4")} == {4}
+    # All GPUs share a sequence, and without another program nothing is tensor parallel.
+    assert {(row["tp"], row["pp"], row["dp"]) for row in rows("--gpus 8")} == {(1, 1, 1)}
+    assert {(row["ulysses"], row["ring"]) for row in rows("--gpus 8 --ulysses 4")} == {(4, 2)}
     assert {row["dp"] for row in rows("--gpus 8 --dp 2")} == {2}
     assert {row["tp"] for row in rows("")} == {1}
 
@@ -354,11 +357,11 @@ def test_searched_degrees_leave_those_that_are_given(capsys):
     [
         ("--mlp-chunks 4", {"none", "gemm-last", "attention", "full"}),
         ("--checkpoint-layers 2", {"attention", "full"}),
-        ("--states-on-host", {"none", "gemm-last", "attention-only", "attention", "full"}),
+        ("--states-on-host", {"none", "gemm-last", "attention", "full"}),
     ],
 )
 def test_rows_are_those_that_a_given_setting_goes_with(capsys, setting, modes, where):
-    line = f"max-length --model llama3-8b --cluster h200 {where} {setting} --json"
+    line = f"max-length --model llama3-8b --cluster h200 --engine trainer {where} {setting} --json"
     assert main(line.split()) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["recompute"] for row in rows} == modes

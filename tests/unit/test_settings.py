@@ -14,7 +14,6 @@ import ds_usp
 from ds_usp import settings
 from ds_usp.planner import ParallelConfig
 from ds_usp.planner.commands import PlanCommand
-from ds_usp.planner.parallel_config import LENGTH_SETTING_NAMES
 from ds_usp.settings import SETTINGS
 from megatron_patches.megatron_deepspeed.arguments import add_flags as megatron_deepspeed
 from megatron_patches.megatron_lm.arguments import add_flags as megatron_lm
@@ -72,7 +71,8 @@ def test_the_planner_and_enable_take_what_the_rows_say():
         assert getattr(config, row.name) == row.default
         made = {f.name: f for f in fields(PlanCommand)}[row.name]
         assert made.default == row.default and row.help in made.metadata["help"]
-    assert LENGTH_SETTING_NAMES == ("mlp_chunks", "states_on_host", "checkpoint_layers")
+    names = [row.name for row in settings.LENGTH_SETTINGS]
+    assert names == ["mlp_chunks", "states_on_host", "checkpoint_layers"]
     enable = pytest.importorskip("ds_usp.integrations.transformers").enable
     parameters = inspect.signature(enable).parameters
     for row in settings.settings_of("transformers"):
