@@ -418,9 +418,11 @@ def test_what_is_not_served_is_refused_on_every_rank(pool):
 # ------------------------------------------------------------------ trainers
 
 
-def trained(ctx: RankContext, run: str, split: Split, **options: Any) -> tuple[Any, ...]:
+def trained(
+    ctx: RankContext, run: str, split: Split, model_type: str = "glm_moe_dsa", **options: Any
+) -> tuple[Any, ...]:
     """Losses, weights of a few steps of a trainer, all but one rank's with queries in chunks."""
-    model, attach = build("glm_moe_dsa"), rl_runs.attach
+    model, attach = build(model_type), rl_runs.attach
     model.generation_config.update(eos_token_id=2, pad_token_id=0)
     lora = partial(peft.LoraConfig, target_modules="all-linear")  # PEFT knows none of this model
 
@@ -450,6 +452,9 @@ def trained(ctx: RankContext, run: str, split: Split, **options: Any) -> tuple[A
         ("run_sft", "fsdp2", {"packing": True, "lora": True}),
         ("run_rl", "zero3", {"seed": 3}),
         ("run_rl", "fsdp2", {"seed": 3}),
+        # Packed, these count blocks and windows across documents in one process.
+        ("run_sft", "fsdp2", {"model_type": "qwen4_exp_text"}),
+        ("run_sft", "zero3", {"model_type": "minimax_m3_vl_text"}),
     ],
 )
 def test_trainers_train_as_on_one_rank(pool, run, engine, options):
@@ -460,6 +465,18 @@ def test_trainers_train_as_on_one_rank(pool, run, engine, options):
     assert have == pytest.approx(losses, rel=1e-5)
     for want, x in zip(weights, moved, strict=True):
         assert float((x - want).norm()) <= 1e-5 * float(want.norm()) + 1e-7
+
+
+@pytest.mark.slow
+def test_engines_train_deepseek_v4_alike(pool):
+    """Not as one process, which packs across documents: ranks have other pieces of them."""
+    run = partial(pool.run, trained, 2, run="run_trainer", model_type="deepseek_v4")
+    (losses, weights), *_ = run(split=Split(1, 2, "ddp"))
+    for engine in ("fsdp2", "zero3"):
+        (have, moved), *_ = run(split=Split(1, 2, engine))
+        assert have == pytest.approx(losses, rel=1e-5)
+        for want, x in zip(weights, moved, strict=True):
+            assert float((x - want).norm()) <= 1e-5 * float(want.norm()) + 1e-7
 
 
 # ------------------------------------------------------------------ the page

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from math import ceil
 from types import MappingProxyType
@@ -12,9 +14,10 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from ds_usp.errors import UnsupportedAttentionError
+from ds_usp.errors import DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import StateChains
 from ds_usp.kernels.registry import AUTO
@@ -165,19 +168,43 @@ def parts_of_shard(length: int, chunks: int, seq_len: int) -> list[Part]:
     return [Part(start, stop, None, start, 0, seq_len) for start, stop in borders]
 
 
-def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> list[Part]:
+@lru_cache(maxsize=64)
+def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> tuple[Part, ...]:
     """Return the pieces of documents that a rank has, each as queries of a prefill of its document
     alone: none has keys of other documents or behind its last query. They are cut where a chunk
-    of the shard would be shorter."""
-    length = chains.layout.length(rank)
-    parts = []
-    for piece in chains.by_rank[rank]:
-        count = ceil(piece.length * chunks / length)
+    of the shard would be shorter, and into as many parts on every rank: engines that gather
+    parameters do so for each.
+
+    Raises:
+        DataError: on every rank, if a rank has fewer tokens than another one has pieces.
+    """
+    layout = chains.layout
+    wanted = [
+        sum(ceil(piece.length * chunks / layout.length(of_rank)) for piece in pieces)
+        for of_rank, pieces in enumerate(chains.by_rank)
+    ]
+    tokens = min(sum(piece.length for piece in pieces) for pieces in chains.by_rank)
+    number = max(min(max(wanted), tokens), *map(len, chains.by_rank))
+    if number > tokens:
+        raise DataError(
+            f"a rank has {number} pieces of documents, and another one {tokens} tokens: documents "
+            "of a token each, which these layers cannot share out. Give rows of fewer documents"
+        )
+    pieces = chains.by_rank[rank]
+    counts = [1] * len(pieces)
+    longest: list[tuple[float, int]] = [(-piece.length, i) for i, piece in enumerate(pieces)]
+    heapify(longest)
+    for _ in range(number - len(pieces)):
+        _, i = heappop(longest)
+        counts[i] += 1
+        heappush(longest, (-pieces[i].length / counts[i], i))
+    parts, length = [], layout.length(rank)
+    for piece, count in zip(pieces, counts, strict=True):
         at = piece.offset - length * (piece.row or 0)
-        for a, b in pairwise(index * piece.length // count for index in range(count + 1)):
+        for a, b in pairwise(n * piece.length // count for n in range(count + 1)):
             of_row = piece.row, at + a, piece.first, piece.start + b
             parts.append(Part(piece.offset + a, piece.offset + b, *of_row))
-    return parts
+    return tuple(parts)
 
 
 class _KeysOfPart(Keys):
@@ -348,7 +375,7 @@ def run_in_parts(
         result = in_chunks_at(run, x, borders, dim=1, module=layer)
     else:
         result = torch.cat([run(x[:, a:b], a, b) for a, b in borders], 1)
-    result = _in_rows(gathered.with_gradients(result), rows)
+    result = _in_rows(result, rows)
     return result if not further else (result, None, *_joined(further, picked, rows))
 
 
@@ -365,20 +392,6 @@ def _joined(further: list[tuple[Any, ...]], picked: dict[int, Any], rows: int) -
         for start, of_part in picked.items():
             picked[start] = joined[0].narrow(1, start, of_part.shape[1])
     return [x if x is None else _in_rows(x, rows) for x in joined]
-
-
-class _WithGradients(torch.autograd.Function):
-    """``x``; backward gives others gradients of zeros, beside those that they have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
-        ctx.like = [(y.shape, y.dtype) for y in others]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        zeros = (grad.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.like)
-        return grad, *zeros
 
 
 class Gathered:
@@ -401,7 +414,6 @@ class Gathered:
         self._reads = getattr(layer, "is_kv_shared_layer", False)
         self._rate = getattr(getattr(layer, "compressor", None), "compress_rate", 1)
         self._compressed = {name: self._summed(pair) for name, pair in keys.compressed.items()}
-        self._all = [x for pair in keys.compressed.values() for x in pair if x.requires_grad]
 
     def _summed(self, tensors: tuple[Tensor, ...]) -> Any:
         if self._joined:
@@ -426,14 +438,14 @@ class Gathered:
         return tuple(x[..., 1 - self._window - part.stop + part.start :, :] for x in pair)
 
     def to_compress(self, part: Part, name: str) -> Any:
-        """Return the keys and gates of the document's tokens that fill whole windows."""
+        """Return the keys and gates of the document's tokens that fill whole windows; of one window
+        in any case, with zeros at its end: every rank runs the same modules, and has the gather in
+        its backward pass. No query sees what that gives."""
         pair = self.of_part(self._compressed[name], part)
-        return tuple(x[..., : x.shape[-2] // self._rate * self._rate, :] for x in pair)
-
-    def with_gradients(self, x: Tensor) -> Tensor:
-        """Return ``x``; what is compressed has a gradient also where a rank has used none of it,
-        since the gathers' backward passes are collective."""
-        return _WithGradients.apply(x, *self._all) if self._all and x.requires_grad else x
+        whole = pair[0].shape[-2] // self._rate * self._rate
+        if whole:
+            return tuple(x[..., :whole, :] for x in pair)
+        return tuple(pad(x, (0, 0, 0, self._rate - x.shape[-2])) for x in pair)
 
 
 class _SumInFp32(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ds_usp.comm.mesh import SequenceMesh
@@ -210,7 +211,7 @@ def _run_layer(
         def seen_in_document(part: Part) -> Tensor:
             if of_padding:
                 return part.queries(real, 1)
-            seen = seen_keys_in_document(part, window, device)
+            seen = seen_keys_in_document(layer, part, window, device)
             seen = seen if bools else as_scores(seen, dtype)
             return seen.expand(together, -1, -1, -1)
 
@@ -334,13 +335,18 @@ def seen_keys(spec: MaskSpec, shard: Shard, device: torch.device, start: int, st
     return seen[:, None]
 
 
-def seen_keys_in_document(part: Part, window: int | None, device: torch.device) -> Tensor:
+def seen_keys_in_document(
+    layer: Any, part: Part, window: int | None, device: torch.device
+) -> Tensor:
     """Return which keys queries see that are the last tokens of those of their document,
     ``[1, 1, queries, keys]``; of a window those that the first query sees, and on."""
     queries, keys = part.stop - part.start, part.last - part.first
     keys = keys if window is None else min(keys, window + queries - 1)
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     seen = seen if window is None else seen.triu(keys - queries - window + 1)
+    # A layer lets a single query see all keys that are compressed, of fewer tokens zeros.
+    rate = getattr(getattr(layer, "compressor", None), "compress_rate", 0)
+    seen = pad(seen, (0, 1)) if queries == 1 and part.last - part.first < rate else seen
     return seen[None, None]
 
 
