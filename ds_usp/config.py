@@ -63,7 +63,7 @@ class USPConfig:
 
     @classmethod
     def from_args(cls, args: Any) -> USPConfig:
-        """From a framework's argparse namespace; missing attributes keep their default."""
+        """Read a framework's argparse namespace; missing attributes keep their default."""
         names = {
             "sp_degree": "ds_sequence_parallel_size",
             "ulysses_degree": "ulysses_degree",

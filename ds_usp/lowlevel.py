@@ -1,5 +1,5 @@
-"""What the packages above share: copies between strided tensors, launches of Triton kernels, the
-refusal of second derivatives, functions of other packages with other globals."""
+"""Tools that the packages above share: copies between strided tensors, launches of Triton kernels,
+the refusal of second derivatives, functions of other packages with other globals."""
 
 from __future__ import annotations
 

@@ -150,6 +150,7 @@ class Choices(Kind):
     """One of several texts.
 
     Args:
+        values: the texts.
         others: why there are no more, for messages.
     """
 
@@ -165,7 +166,7 @@ class Choices(Kind):
 
 @dataclass(frozen=True)
 class Switch(Kind):
-    """On or off."""
+    """A setting that is on or off."""
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, bool)
@@ -203,6 +204,7 @@ class Setting:
     Args:
         name: the keyword of functions and the field of the planner's ``ParallelConfig``.
         kind, default: what it takes; ``kinds`` and ``defaults``: in programs where that differs.
+        help: what ``--help`` says; ``metavar``: what stands there for the value.
         off: values with which it is as if there were no such setting.
         purpose: parallelism | attention | memory.
         programs: which of :data:`PROGRAMS` have it.

@@ -19,7 +19,7 @@ Positions = Sequence[int] | torch.Tensor
 
 
 def causal(q_positions: Positions, k_positions: Positions) -> torch.Tensor:
-    """Which keys each query may see, itself and all before it: bool ``[S, T]``."""
+    """Return which keys each query may see, itself and all before it: bool ``[S, T]``."""
     return window(q_positions, k_positions, None, 0)
 
 

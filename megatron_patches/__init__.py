@@ -46,7 +46,7 @@ def frameworks() -> tuple[str, ...]:
 
 
 def patch_set(framework: str, **settings: Any) -> PatchSet:
-    """What :func:`apply` would change, without a change.
+    """Return what :func:`apply` would change, without a change.
 
     Raises:
         ConfigError: an unknown framework or setting.
@@ -164,7 +164,7 @@ def prepare(framework: str, checkout: Path | None) -> None:
 
 
 def table(framework: str) -> str:
-    """What :func:`apply` changes, why, and against which source, as a Markdown table."""
+    """Return a Markdown table of what :func:`apply` changes, why, and against which source."""
     return patch_set(framework).markdown()
 
 

@@ -1,5 +1,5 @@
-"""What the trainer and the patched Megatron-DeepSpeed and Megatron-LM check of the settings that
-they share (``ds_usp.settings``), and what the planner and the transformer layers get from them.
+"""Checks the settings that the trainer and the patched Megatron-DeepSpeed and Megatron-LM share
+(``ds_usp.settings``), and makes of them what the planner and the transformer layers get.
 
 The planner reads Megatron-DeepSpeed's names of the arguments in all programs. Needs torch in
 :meth:`PlannedRun.choose_degree` and below alone, so that a parser starts without it.

@@ -24,7 +24,7 @@ _VERSION_MODULES: Final = MappingProxyType({"megatron-core": "megatron.core.pack
 
 @dataclass(frozen=True)
 class Guard:
-    """What a patch relies on.
+    """Conditions that a patch relies on.
 
     Args:
         distribution: name in the package index; "" for a checkout, which has no version.

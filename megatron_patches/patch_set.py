@@ -107,7 +107,7 @@ class PatchSet:
             self.verify(self.bypassed_by(flag))
 
     def bypassed_by(self, flag: str) -> tuple[Bypass, ...]:
-        """What a flag of the framework bypasses; "": what is always bypassed."""
+        """Return what a flag of the framework bypasses; "": what is always bypassed."""
         return tuple(bypass for bypass in self.bypassed if bypass.flag == flag)
 
     def _apply(self, candidates: Iterable[Patch], *, script: bool) -> None:

@@ -64,9 +64,10 @@ graph_break = disable_in_compile(
 
 
 class OpCall(NamedTuple):
-    """What the ops of attention take besides tensors.
+    """Arguments that the ops of attention take besides tensors.
 
     Args:
+        options: the arguments of the caller.
         requires_grad, sinks_require_grad: of q, k or v, and of the sinks, in this grad mode.
         named: the caller has named the layout.
         prefix: the fields with which the call signature begins, one in a line.

@@ -254,7 +254,7 @@ def _plan_run(run: Span, *tensors: tuple[tuple[int, ...], tuple[int, ...]]) -> P
 
 
 def _recvs(buffer: torch.Tensor, packed: torch.Tensor, rows: Sequence[RecvRows]) -> list[RecvSpec]:
-    """What is received into rows of a dense buffer, from other ranks' buffers like ``packed``."""
+    """Return the receives into rows of a dense buffer, from others' buffers like ``packed``."""
     row = packed.stride(0)  # it is dense
     return [
         RecvSpec(rank, buffer, offset * row, 0, StridedView(size, (1,), start * row))

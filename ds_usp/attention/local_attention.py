@@ -31,7 +31,7 @@ NO_ARGUMENTS = Signature(("0 extra arguments", "no keywords"))
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """What a local attention computes and returns.
+    """Describes what a local attention computes and returns.
 
     Args:
         mask: who sees whom.
@@ -61,7 +61,7 @@ class LocalAttention:
 
 
 def detect_local_attention(module: Any) -> LocalAttention | None:
-    """What the module computes, if its class is known here and its forward is that class's own.
+    """Read from a module what it computes; None unless its class and forward are known.
 
     Raises:
         UnsupportedAttentionError: a known class that computes what the ring does not.
@@ -84,7 +84,7 @@ def resolve_ring_attention(
     softmax_scale: float | None,
     dropout_p: float | None,
 ) -> LocalAttention:
-    """What a ring computes instead of a module: what was detected, or the user's arguments.
+    """Decide what a ring computes instead of a module: what was detected, or the user's arguments.
 
     Raises:
         UnsupportedAttentionError: an unknown module without enough arguments, or with parameters;

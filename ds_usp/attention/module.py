@@ -316,7 +316,7 @@ class USPAttention(torch.nn.Module):
         return cast_by_autocast(q, k, v, only_mixed=called)
 
     def _computed(self, arguments: CallArguments) -> dict[str, object]:
-        """What a call computes of its tensors: a module that is made anew does the same."""
+        """Return all that decides what a call computes; a module that is made anew has the same."""
         dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
         names = "_overrides", "_layout", "_names_layout", "_batch_dim_required"
         own = {name: getattr(self, name) for name in (*names, "gather_idx", "kernel", "tuning")}

@@ -118,7 +118,7 @@ ChunkT = TypeVar("ChunkT", bound=ChunkState)
 
 
 class Pass(Generic[ChunkT]):
-    """What both passes have in common: the loop, and the exchanges of keys and values.
+    """The common part of both passes: the loop, and the exchanges of keys and values.
 
     Args:
         chunks: their states.
@@ -145,7 +145,7 @@ class Pass(Generic[ChunkT]):
         self._chunks, self._exposed = chunks, exposed
 
     def execute(self, schedule: Schedule) -> None:
-        """After an error all in flight is waited for, or the next call would receive it."""
+        """Run a schedule; an error waits for all in flight, or the next call would receive it."""
         handlers, chunks = self.handlers, self._chunks
         consistency, instr = self.plan.mesh.consistency, schedule[0]
         # Nothing is decided in this loop: what a test prints of a schedule is what a GPU executes.
@@ -164,20 +164,23 @@ class Pass(Generic[ChunkT]):
         consistency.in_pass = False
 
     def begin_step(self, chunk: ChunkT, index: int) -> None:
-        """Before the first kernel call of a ring step: its keys and values."""
+        """Select the keys and values of a ring step, before its first kernel call."""
         chunk.step = index
         chunk.kv = chunk.local_kv if chunk.steps[index].is_local else chunk.received_kv
 
     def post_kv(self, chunk: ChunkT, instr: Instr) -> None:
+        """Start the ring exchange of keys and values of one step."""
         overlapped = instr not in self._exposed
         exchange = chunk.kv_exchange or chunk.open_kv()
         exchange.post(instr.number, chunk.packed, overlapped=overlapped)
 
     def wait_kv(self, chunk: ChunkT, instr: Instr) -> None:
+        """Wait for the keys and values of the next step that needs others' tokens."""
         exchange = chunk.kv_exchange or chunk.open_kv()
         chunk.received_kv = exchange.wait()
 
     def wait_return(self, chunk: ChunkT, instr: Instr) -> None:
+        """Wait until the chunk's results are where their tokens are, and drop what was sent."""
         chunk.exchange.wait()
         chunk.exchange = DONE
 
@@ -237,12 +240,14 @@ class ForwardPass(Pass[ForwardChunk]):
                 self.lse = self._lse_out.squeeze(-1).transpose(1, 2)
 
     def post_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
+        """Start the all-to-all of q, and of k and v unless an earlier chunk has brought them."""
         exchange = chunk.exchanges.qkv
         overlapped = instr not in self._exposed
         tensors = self._qkv[: len(exchange.ranges)]
         chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
 
     def wait_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
+        """Wait for all tokens of the chunk's heads: ``q [b, S, h, d]``, and likewise k and v."""
         chunk.q, *kv = chunk.exchange.wait()
         chunk.exchange = DONE
         if kv:
@@ -251,10 +256,12 @@ class ForwardPass(Pass[ForwardChunk]):
         chunk.accumulator = OutputAccumulator(chunk.q, chunk.local_kv[1].shape[3])
 
     def slice_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
+        """Take the chunk's heads where one Ulysses rank has all tokens: nothing is sent."""
         self.post_heads(chunk, instr)
         self.wait_heads(chunk, instr)
 
     def attend(self, chunk: ForwardChunk, instr: Instr) -> None:
+        """Call the kernel for one tile of a ring step, and merge its output by log-sum-exp."""
         step = instr.number
         if chunk.step != step:
             self.begin_step(chunk, step)
@@ -263,6 +270,7 @@ class ForwardPass(Pass[ForwardChunk]):
         chunk.accumulator.add(out, lse, (call.q_start, call.q_stop))
 
     def end(self, chunk: ForwardChunk, instr: Instr) -> None:
+        """Finish the chunk's output after its last kernel call; keep what backward needs."""
         k, v = chunk.local_kv
         chunk.free_kv()
         result = chunk.accumulator.result()
@@ -276,6 +284,7 @@ class ForwardPass(Pass[ForwardChunk]):
         del chunk.q, chunk.accumulator
 
     def post_return(self, chunk: ForwardChunk, instr: Instr) -> None:
+        """Start the all-to-all that brings the output back to where its tokens are."""
         sources = chunk.result[:1]
         overlapped = instr not in self._exposed
         chunk.exchange = chunk.exchanges.out.post_to_sequence(
@@ -285,11 +294,13 @@ class ForwardPass(Pass[ForwardChunk]):
             del chunk.result
 
     def post_lse(self, chunk: ForwardChunk, instr: Instr) -> None:
+        """Start the all-to-all that brings the log-sum-exp back, as the output."""
         lse = chunk.result[1].transpose(1, 2).unsqueeze(-1)
         chunk.exchange = chunk.exchanges.out.post_to_sequence((lse,), (self._lse_out,))
         del chunk.result
 
     def store(self, chunk: ForwardChunk, instr: Instr) -> None:
+        """Write the chunk's output and log-sum-exp where one Ulysses rank has all tokens."""
         out, lse = chunk.result
         del chunk.result
         if self.plan.single_shot:
@@ -377,13 +388,14 @@ class BackwardPass(Pass[BackwardChunk]):
 
     @property
     def grads(self) -> Grads:
-        """Of q, k and v. Allocated when the first chunk's are returned."""
+        """The gradients of q, k and v; they are allocated when the first chunk's are returned."""
         if self._grads is None:
             dq, dk, dv = (self._dout.new_empty(shape) for shape in self._shapes)
             self._grads = dq, dk, dv
         return self._grads
 
     def post_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Start the all-to-all of dout, and of q, k, v and the output if shards were saved."""
         overlapped = instr not in self._exposed
         exchange, tensors = chunk.exchanges.out, [self._dout]
         if self.plan.saves_shards:
@@ -393,6 +405,7 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
 
     def wait_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Wait for all tokens of the chunk's heads, and begin the sums of their gradients."""
         *shards, chunk.dout = chunk.exchange.wait()
         chunk.exchange = DONE
         if shards:
@@ -409,10 +422,12 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.dkv = self._dkv[group]
 
     def slice_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Take the chunk's heads where one Ulysses rank has all tokens: nothing is sent."""
         self.post_heads(chunk, instr)
         self.wait_heads(chunk, instr)
 
     def stage_return(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Allocate the send buffer of the return, which a kernel writes its gradients into."""
         chunk.staging = chunk.exchanges.qkv.preallocate_send(self._dout, self._shapes)
 
     def begin_step(self, chunk: BackwardChunk, index: int) -> None:
@@ -426,6 +441,7 @@ class BackwardPass(Pass[BackwardChunk]):
             chunk.step_grads = chunk.dq, GradAccumulator(k), GradAccumulator(v)
 
     def attend(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Call the kernel for one tile of a ring step, and add its dq, dk and dv to the sums."""
         step = instr.number
         if chunk.step != step:
             self.begin_step(chunk, step)
@@ -444,8 +460,8 @@ class BackwardPass(Pass[BackwardChunk]):
         dv.add(grads[2], keys)
 
     def _grad_buffers(self, chunk: BackwardChunk) -> GradBuffers | None:
-        """Where the first kernel call of a step writes its gradients: into a send buffer, if it has
-        all KV tokens of the step. Those of other calls are added there."""
+        """Return the buffers that the first kernel call of a step writes its gradients into: a send
+        buffer if it has all KV tokens of the step. Those of other calls are added there."""
         step = chunk.steps[chunk.step]
         if step.is_local:
             if chunk.staging is None:
@@ -459,6 +475,7 @@ class BackwardPass(Pass[BackwardChunk]):
         return None, *exchange.staging_views(number)
 
     def post_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Start the return of a step's dk and dv to the ranks that own the keys and values."""
         # Every rank posts every exchange, also where the mask leaves this one no kernel call: its
         # partners wait for the message, which has zeros then.
         index = chunk.transfers[instr.number].step
@@ -470,10 +487,12 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.step_grads = ()
 
     def wait_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Wait for others' dk and dv of this rank's tokens, and add them to its own."""
         exchange = chunk.grad_exchange or chunk.open_grads()
         exchange.wait()
 
     def end(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Free what the chunk's kernel calls have read; compute the gradient of its sinks."""
         if self.sinks is not None and self.dsinks is not None:
             (_q, _k, _v, out, lse), heads = chunk.saved, chunk.exchanges.q_heads
             self.dsinks[heads] = sink_gradient(chunk.dout, out, lse, self.sinks[heads])
@@ -492,6 +511,7 @@ class BackwardPass(Pass[BackwardChunk]):
         return chunk.dq, *dkv
 
     def post_return(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Start the all-to-all that brings dq, dk and dv back to where their tokens are."""
         exchange, sources = chunk.exchanges.qkv, self._take_grads(chunk)
         count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
         overlapped = instr not in self._exposed
@@ -502,6 +522,7 @@ class BackwardPass(Pass[BackwardChunk]):
         del chunk.dq
 
     def store(self, chunk: BackwardChunk, instr: Instr) -> None:
+        """Write the chunk's dq, dk and dv where one Ulysses rank has all tokens."""
         sources = self._take_grads(chunk)
         if self.plan.single_shot:
             dq, dk, dv = (source.result() for source in sources)

@@ -144,6 +144,7 @@ class AttentionPlan:
         chunks, ring_calls: the head exchanges and the ring attention of each head chunk.
         forward, backward: the schedules of this rank.
         saves_shards: backward starts from shards of q, k, v and the output, and exchanges them.
+        return_lse: the caller asks for the log-sum-exp too.
         staging_bytes: of one staging slot, by kind of exchange; empty without copy engines.
     """
 
@@ -214,7 +215,7 @@ class AttentionPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Of the exchanges of both passes, in the order in which every rank posts them."""
+        """A hash of both passes' exchanges, in the order in which every rank posts them."""
         text = f"{exchange_order(self.forward)} | {exchange_order(self.backward)}"
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 

@@ -200,7 +200,7 @@ class ResolvedTuning(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What the ranks compare of it."""
+        """Return, as words, the choices that the ranks compare."""
         return (
             "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks",
             "KV all-gathered" if self.gather_kv else "KV stepwise",

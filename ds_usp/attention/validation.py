@@ -25,7 +25,7 @@ def exchange_label(to_heads: bool) -> str:
 
 
 def same_ranks(mesh: SequenceMesh) -> tuple[object, ...]:
-    """What meshes over the same ranks have in common, if one is made anew."""
+    """Return what is equal for meshes over the same ranks, also where one is made anew."""
     return getattr(mesh, "sp_group", None), getattr(mesh, "order", None), str(mesh)
 
 
@@ -36,7 +36,7 @@ def module_text(number: int) -> str:
 
 
 def returned_text(out: torch.Tensor) -> str:
-    """What a local attention has returned, ``[b, s, h, e]``, as far as messages depend on it."""
+    """Describe for messages what a local attention has returned, ``[b, s, h, e]``."""
     return f"a local attention that returned head dim {out.shape[3]} of {out.dtype}"
 
 
@@ -46,6 +46,7 @@ class ChunkExchanges:
 
     Args:
         qkv: of q, and of k and v if they are exchanged with this chunk.
+        out: of the output forward, and of its gradient backward.
         shards: of all that backward needs, from shards of all heads: q, k and v if this is the last
             chunk that uses them, the output and its gradient.
         kv_chunk: the chunk with which its k and v are exchanged.
@@ -219,7 +220,7 @@ def check_layout(
 
 
 def no_mask_error(mask: object) -> ConfigError:
-    """For a mask that is no :class:`MaskSpec`; of a tensor with its shape only."""
+    """Make the error about a mask that is no :class:`MaskSpec`; it shows a tensor by its shape."""
     given = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
     return ConfigError(f"mask={given} must be a MaskSpec: {MASKS}")
 

@@ -116,7 +116,7 @@ def _package() -> dict[str, Any]:
 
 
 def _system() -> dict[str, Any]:
-    """What ``torch.utils.collect_env`` knows, without its pages on the CPU and on packages."""
+    """Return what ``torch.utils.collect_env`` knows, without its pages on CPU and packages."""
     from torch.utils import collect_env
 
     known = collect_env.get_env_info()._asdict()
@@ -127,7 +127,7 @@ def _system() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Of installed distributions, and of the libraries that torch has loaded."""
+    """Return the versions of installed distributions and of the libraries that torch has loaded."""
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = (
@@ -147,7 +147,7 @@ def _versions() -> dict[str, str]:
 
 
 def _against_requirements(versions: Mapping[str, str]) -> dict[str, str]:
-    """What ds-usp's own requirements and extras name and is absent, or is of another version."""
+    """Name the requirements of ds-usp and its extras that are absent or of another version."""
     have = {canonicalize_name(name): version for name, version in versions.items()}
     absent, other = set(), set()
     try:

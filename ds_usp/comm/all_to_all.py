@@ -47,6 +47,7 @@ class HeadAllToAll:
     """The Ulysses all-to-all of some tensors (q, k, v) within one ring rank.
 
     Args:
+        mesh: the process groups.
         layouts: for each tensor, where its tokens are.
         ranges: for each tensor, the half-open head range that each Ulysses rank uses. Ranges may
             overlap: such a head goes to each of its users, and their results are summed (in fp32)
@@ -326,7 +327,7 @@ def _runs_with_offsets(
 
 
 def _is_uniform(ranges: HeadRanges) -> bool:
-    """As many heads for each rank, none shared, at equal distances."""
+    """Return whether each rank has as many heads, shares none, and they lie at equal distances."""
     steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ranges)}
     return not _overlap(ranges) and len(steps) == 1 and len(set(next(iter(steps)))) == 1
 

@@ -1,5 +1,5 @@
-"""What a rank declares of its next operation, as bytes to compare and as fields to show; and the
-error message when the ranks' records differ."""
+"""Records by which a rank declares its next operation, as bytes to compare and as fields to show;
+and the error message when the ranks' records differ."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common
 
 
 class Signature(NamedTuple):
-    """What a rank is about to do, as fields: all are compared, an error shows those that differ.
+    """Says what a rank is about to do: all fields are compared, an error shows those that differ.
 
     Attributes:
         fields: texts for people. Nothing reads them back.
@@ -107,7 +107,7 @@ class CallRecord(NamedTuple):
     deferred: bool = False
 
     def encode(self) -> bytes:
-        """At most ``RECORD_BYTES``; longer fields are cut off, with a digest of all at the end."""
+        """Return at most ``RECORD_BYTES``; longer fields are cut off, a digest of all ends them."""
         fields, layouts = self.signature
         header = _HEADER.pack(*self[1:], len(layouts))
         for kind, tokens in layouts:

@@ -289,7 +289,7 @@ class P2PChannel(Channel):
             self._ledger.add(self._kind, sent_bytes, between_nodes)
 
     def wait(self) -> None:
-        """On GPUs the current stream waits, not the CPU; MeshError if nothing was posted."""
+        """Wait for what was posted, on GPUs by the current stream; MeshError if nothing was."""
         if not self.in_flight:
             raise MeshError(f"no {self._kind} exchange was posted")
         # What is sent is memory of the current stream's. Dropped before that stream has waited, it

@@ -100,6 +100,7 @@ class FlagOp(NamedTuple):
     """A stream operation on a 32-bit flag: write it, after all earlier writes are visible, or wait.
 
     Attributes:
+        address: where the flag is, on this GPU or a peer's.
         is_wait: wait until the flag is at least ``value``; else write ``value``.
     """
 
@@ -321,6 +322,7 @@ class Slot:
     """A staging area in this rank's symmetric memory.
 
     Attributes:
+        index: its number in the memory.
         start: its first byte.
         wait_free: waits until no reader needs its contents.
         generation: how often it was acquired.
@@ -328,6 +330,8 @@ class Slot:
         done_events: end of its last exchange outside of CUDA graphs (0), and in the graph that is
             being captured, by the graph's number.
         done_on: a stream behind the first of these events, once nobody else waits for it.
+        buffers: views of it that were made, by their sizes and dtype.
+        flag_batches: flag operations of its exchanges, by who reads what.
     """
 
     index: int

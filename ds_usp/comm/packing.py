@@ -37,8 +37,8 @@ class DeferredSum(Protocol):
 
 
 class OwnTokens(NamedTuple):
-    """What this rank keeps: in which piece it is; tokens ``start : stop`` of it, ascending, and the
-    first one's place in the destination."""
+    """The tokens that this rank keeps: the piece that has them; tokens ``start : stop`` of it,
+    ascending, and the first one's place in the destination."""
 
     piece: int
     runs: tuple[tuple[int, int, int], ...]

@@ -71,7 +71,7 @@ def all_gather_shards(
 
 
 def _gather_buffers(layout: TokenLayout, local: torch.Tensor, dim: int) -> _Buffers:
-    """What an all-gather of shards sends, and where it receives."""
+    """Return the tensors that an all-gather of shards sends from and receives into."""
     # All-gathers take equal sizes: shorter shards are padded by the token or two that they lack.
     longest = max(layout.length(rank) for rank in range(layout.degree))
     padded = local.new_zeros((*local.shape[:dim], longest, *local.shape[dim + 1 :]))

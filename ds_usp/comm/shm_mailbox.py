@@ -174,7 +174,7 @@ class ShmMailbox:
             raise MeshError(f"{ranks} of the sequence-parallel group have aborted: {why}")
 
     def _owner_is_dead(self, rank: int) -> bool:
-        """While a process lives it locks its byte of the file."""
+        """Return whether a rank's process has ended; a living one locks its byte of the file."""
         if rank == self.rank:
             return False
         try:

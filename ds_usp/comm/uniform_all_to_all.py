@@ -72,7 +72,7 @@ Strided = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 class HeadRange(NamedTuple):
-    """Of one tensor: rank 0's first head, heads of each rank, heads from one rank's to the next."""
+    """The heads of one tensor: rank 0's first, how many a rank has, the distance between ranks."""
 
     first: int
     num_heads: int
@@ -178,8 +178,8 @@ def plan_to_sequence(
 def recvs_to_sequence(
     rank: int, slices: TokenSlices, heads: tuple[HeadRange, ...], outs: tuple[Strided, ...]
 ) -> tuple[SequenceRecv, ...]:
-    """What is received for the outputs ``[B, s, H, D]``: from every peer, the next rank first, its
-    heads of this rank's slices."""
+    """Return what is received for the outputs ``[B, s, H, D]``: from every peer, the next rank
+    first, its heads of this rank's slices."""
     sizes = buffer_sizes(slices, heads, *[shape for shape, _ in outs])
     _, batch, features = sizes.in_order
     row_stride = batch * features
@@ -208,7 +208,7 @@ def own_in_order(slices: TokenSlices, rank: int) -> OwnTokens:
 def buffer_sizes(
     slices: TokenSlices, heads: tuple[HeadRange, ...], *shapes: tuple[int, ...]
 ) -> BufferSizes:
-    """Of the exchange of tensors of these shapes ``[B, s, H, D]``."""
+    """Return the sizes of the buffers that exchange tensors of these shapes ``[B, s, H, D]``."""
     batch, tokens = shapes[0][:2]
     head_shapes = tuple(
         [(row.num_heads, shape[3]) for row, shape in zip(heads, shapes, strict=True)]

@@ -193,7 +193,7 @@ def _own_function() -> FlashAttentionForward:
 
 
 def _arguments_of_transformers() -> frozenset[str]:
-    """What the installed transformers reads in a call of flash attention, if it is loaded."""
+    """Name the arguments of flash attention that transformers reads, if it is loaded."""
     home = sys.modules.get(HOME)
     names = FUNCTION, "_process_flash_attention_kwargs"
     functions = [getattr(home, name, None) for name in names]
@@ -253,7 +253,7 @@ class _Pass:
 
 
 class _FlashAttentionForward:
-    """What :func:`flash_attention_forward` returns."""
+    """The function that :func:`flash_attention_forward` returns."""
 
     def __init__(
         self,
@@ -385,7 +385,7 @@ class _FlashAttentionForward:
         mask: Tensor | None,
         positions: Tensor | None,
     ) -> _Pass:
-        """Of cumulative lengths of the whole sequence, of queries and keys; nothing is sent."""
+        """Read the pass from cumulative lengths of the whole sequence; nothing is sent."""
         if mask is not None:
             raise DataError(
                 f"attention_mask {list(mask.shape)} beside cu_seq_lens_q: padding is a document of "
@@ -573,7 +573,7 @@ def _refuse(
 
 
 def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
-    """What is gathered: this rank's positions, with padding instead where there is some."""
+    """Return the tensor to gather: this rank's positions, replaced by a mark where padding is."""
     batch, local = q.shape[:2]
     rows = positions.shape[0] if positions.ndim == 2 else 0
     if positions.ndim != 2 or positions.shape[1] != local or rows not in (1, batch):

@@ -315,7 +315,7 @@ def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
-    """What a rank's queries are of the documents of the whole sequence, and which keys they need.
+    """Find a rank's queries in the documents of the whole sequence, and the keys that they need.
 
     Args:
         cu_seqlens: ``[documents + 1]``, cumulative lengths of the whole sequence.
@@ -403,7 +403,7 @@ class _Adapter:
     def create_forward(
         self, process_group: dist.ProcessGroup, heads_k_stride: int
     ) -> list[FlashAttentionForward]:
-        """What :meth:`substitute` puts in: one function, for every version of transformers."""
+        """Return what :meth:`substitute` puts in: one function for any version of transformers."""
         return [self._with_documents(flash_attention_forward(self._functions.mesh(process_group)))]
 
     def substitute(self, process_group: dist.ProcessGroup, heads_k_stride: int) -> None:

@@ -48,14 +48,16 @@ ChunkPositions = tuple[tuple[ChunkPosition, ChunkPosition], ...]
 # Under a causal mask blocks differ in length and the next one fills the gap, so waves count for
 # full masks alone. The constants above were fitted to Hopper with NVLink; Tuning overrides them.
 class CallSize(NamedTuple):
-    """What the defaults of a call depend on, the same on every rank.
+    """Sizes of a call that its defaults depend on, the same on every rank.
 
     Attributes:
+        split: how heads are divided among the Ulysses ranks.
         flop: FLOP of the forward pass on one rank; 0: nothing can be overlapped.
         exchange_bytes: bytes that a rank sends in all all-to-alls of the forward pass.
         kv_bytes: keys and values of the whole ring, of one rank's heads.
         ring: its degree.
         ulysses_in_node: the all-to-alls stay in a node.
+        backward: the call has a backward pass.
         kernel_calls: of one chunk on one rank: one, or one for each document (without varlen).
         head_blocks: equal thread blocks of one query head (:func:`equal_blocks`); 0: not equal.
     """

@@ -71,7 +71,7 @@ class Documents(NamedTuple):
 
 @dataclass
 class _RankLoad:
-    """What is assigned to one ring rank: its runs, their causal pairs, and tokens still free."""
+    """The load of one ring rank: its runs, their causal pairs, and tokens that are still free."""
 
     documents: Documents
     capacity: int = 0
@@ -184,8 +184,8 @@ def _group_small_documents(documents: tuple[int, ...], max_whole: int, ring: int
 
 
 def _assign_group(group: Run, loads: list[_RankLoad]) -> None:
-    """To the least loaded rank with the capacity for it, or split where the capacity of the rank
-    with most of it ends."""
+    """Assign a run to the least loaded rank that has the capacity, or split it where the capacity
+    of the rank with most of it ends."""
     start, end = group
     while start < end:
         fits = [load for load in loads if load.capacity >= end - start]
@@ -348,7 +348,7 @@ class _PairSplit:
         return first, second
 
     def _split_at(self, tokens: int, front_first: bool) -> int:
-        """Where the split run is split if the first rank has so many tokens without it."""
+        """Return where the split run is split if the first rank has so many tokens without it."""
         missing, run = self._tokens - tokens, self._split_run
         return run.start + missing if front_first else run.stop - missing
 
@@ -373,8 +373,8 @@ class _PairSplit:
         return best
 
     def _cost_of(self, tokens: int, work: int) -> float:
-        """With so many whole tokens and so much work on the first rank; where the split run cannot
-        fill up both ranks, far more, and the more the further off."""
+        """Return the cost of a first rank with so many whole tokens and so much work; it is far
+        more where the split run cannot fill up both ranks, and the more the further off."""
         missing = self._tokens - tokens
         beyond = max(-missing, missing - self._split_run.tokens, 0)
         return 10.0 + beyond if beyond else self._fill_with_split_run(tokens, work)[0]

@@ -1,4 +1,4 @@
-"""Which attention heads each Ulysses rank computes, and which key/value heads it needs."""
+"""The attention heads that each Ulysses rank computes, and the key/value heads that it needs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class HeadChunk:
     """Half-open ranges of heads, one for each Ulysses rank.
 
     Attributes:
+        queries, keys: heads of queries, and of keys and values.
         kv_chunk: the chunk with which keys and values are exchanged: itself, or a KV group's first.
     """
 

@@ -308,7 +308,7 @@ class TokenLayout:
         return positions if like is None else like.new_empty(0).long().new_tensor(positions)
 
     def _positions_in(self, mask: MaskSpec, sample: int, rank: int) -> list[int]:
-        """Of the tokens of a rank in the documents of a sample."""
+        """Return the positions of a rank's tokens in the documents of a sample."""
         borders = mask.documents[sample] if mask.documents else (0, self.seq_len)
         contexts = mask.contexts(sample) if mask.documents else (0,)
         positions = [0] * self.length(rank)
@@ -509,7 +509,7 @@ KINDS = tuple(_TABLES)
 
 @lru_cache(maxsize=512)
 def _cached_shards(layout: TokenLayout) -> tuple[Shards, tuple[int, ...], tuple[Shard, ...]]:
-    """Of every rank: segments, their length, and where each of them lies in the shard."""
+    """Return every rank's segments, their length, and where each of them lies in the shard."""
     shards = layout._make_shards()
     lengths = tuple(sum(segment.length for segment in shard) for shard in shards)
     return shards, lengths, tuple(map(with_offsets, shards))

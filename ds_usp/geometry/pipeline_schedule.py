@@ -22,7 +22,7 @@ MAX_DKV_BUFFERS = 2
 
 
 class Op(str, Enum):
-    """What an instruction does for its chunk, as it is printed.
+    """Names of what an instruction does for its chunk, as they are printed.
 
     A post starts an exchange; the wait for it has its text and ``?``, and makes the current stream
     wait.
@@ -67,6 +67,7 @@ class Instr(NamedTuple):
     """One instruction for a head chunk.
 
     Attributes:
+        op: what is done; ``chunk``: the number of the head chunk.
         number: of the exchange, among the chunk's; of a kernel call, of its ring step.
         call: of a kernel call, its number in the ring step.
     """
@@ -262,7 +263,7 @@ class _ScheduleWriter:
             self._wait_dkv(chunk)
 
     def _mid_chunk(self, position: int) -> None:
-        """What follows the first kernel call of a chunk."""
+        """Schedule what follows the first kernel call of a chunk."""
         if self._defer_return and position:
             self._return(position - 1)
         if self._has_ring:

@@ -22,6 +22,9 @@ class RankGrid:
             links, so the default puts tensor parallelism first and the pipeline last (USP paper,
             section 5).
 
+    Attributes:
+        shape: ranks along each axis of ``order``.
+
     Raises:
         ConfigError: a size below 1, or an axis that ``order`` does not name exactly once.
     """

@@ -102,6 +102,7 @@ class RingSchedule:
     """All steps of one ring rank. Every rank of the ring has as many that exchange keys.
 
     Args:
+        ring_rank, ring_degree: the rank, and how many the ring has.
         steps: forward.
         backward_steps: backward.
         max_local_tokens: most tokens that any rank of the ring has.
@@ -123,8 +124,8 @@ class RingSchedule:
 
     @cached_property
     def packed_runs(self) -> Runs:
-        """Of this rank's own tokens, the runs that it packs: what it sends, forward or backward,
-        and what a step has among others' tokens. Short gaps are packed too."""
+        """The runs of this rank's own tokens that it packs: what it sends, forward or backward, and
+        what a step has among others' tokens. Short gaps are packed too."""
         steps = (*self.steps, *self.backward_steps)
         packed = [sent for step in steps for sent in step.send_ranges]
         merged = (kv for step in steps if not step.is_local for kv in step.kv_ranges)

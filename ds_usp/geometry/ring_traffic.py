@@ -1,4 +1,4 @@
-"""Which tokens each ring rank sends and receives, on integers."""
+"""The tokens that each ring rank sends and receives, on integers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def total_length(ranges: Iterable[TokenRange]) -> int:
 
 
 class Ring:
-    """Which tokens each rank of a ring receives.
+    """The tokens that each rank of a ring receives.
 
     Args:
         queries, keys: layouts of the query and of the key tokens.

@@ -96,7 +96,7 @@ class RankRound(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """Where one rank finds the tokens before each of its pieces.
+    """Says where one rank finds the tokens before each of its pieces.
 
     Attributes:
         lengths: into which its shard is cut, so that pieces, heads and what is sent are whole cuts.
@@ -138,6 +138,8 @@ class StateChains:
     """The pieces of all ranks as chains. Make it with :func:`state_chains`.
 
     Attributes:
+        layout: which tokens each rank holds.
+        documents: cumulative borders of each row, or of all rows.
         rows: of the batch.
         chains: by row and document; pieces in token order.
     """
@@ -201,7 +203,7 @@ class StateChains:
         return _rounds_of(self, rank)
 
     def folds(self, rank: int) -> tuple[Chain, ...]:
-        """Where maps go directly: what a rank folds, each chain up to its last piece there."""
+        """Return what a rank folds where maps go directly: chains up to their last piece there."""
         return _folds(self, rank)
 
     @cached_property
@@ -252,7 +254,7 @@ class StateChains:
         return tokens * self.rows_of_piece * channels * itemsize
 
     def halo(self, rank: int, width: int) -> Halo:
-        """What a causal convolution of ``width + 1`` taps exchanges, seen from a rank."""
+        """Return what a causal convolution of ``width + 1`` taps exchanges, seen from a rank."""
         return _halos(self, width)[rank]
 
     def __str__(self) -> str:

@@ -41,6 +41,8 @@ class Tile:
     So no kernel ever meets a fully masked row.
 
     Attributes:
+        q_start, q_stop: its query rows, in the shard of queries.
+        k_start, k_stop: its key columns, in the shard of keys.
         rows, columns: number of query rows and key columns.
         window: ``(left, right)`` aligned to the bottom right corner, as flash kernels take it:
             row ``i`` of the rectangle sees columns ``i + columns - rows - left`` to
@@ -104,7 +106,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class TileSupport:
-    """What a kernel computes in one call besides full and square causal tiles.
+    """Tiles that a kernel computes in one call besides full and square causal ones.
 
     Args:
         rectangular: causal tiles with more columns than rows, aligned to the bottom right.

@@ -204,12 +204,12 @@ class ModelComparison:
         return attributes, self._modes, self._marks
 
     def end_pass(self) -> None:
-        """After a comparison that no rank has refused."""
+        """Remember what was compared, after a comparison that no rank has refused."""
         self._seen, self._turn = self._marks, self._turn + 1
 
     def end_of_forward(self) -> None:
-        """After a forward pass: what the first one has written itself, as a length or a count, is
-        no setting. It may be of a shard."""
+        """Leave out of later comparisons what the first forward pass has written itself: a length
+        or a count is no setting, and may be that of a shard."""
         before, self._before_first_pass = self._before_first_pass, None
         if before is not None and self._mesh.sp_group is not None:
             now = self._settings()
@@ -523,7 +523,7 @@ def _first_difference(ranks: list[Entries], what: str, advice: str) -> MeshError
 
 
 class _ModelsOfMesh(list["ref[ModelComparison]"]):
-    """What ``SequenceMesh.check`` compares of enabled models."""
+    """The enabled models that ``SequenceMesh.check`` compares."""
 
     def __call__(self, mesh: SequenceMesh) -> None:
         # One that was dropped may still be there on some ranks, until its memory is collected.

@@ -26,7 +26,7 @@ GradBuffers = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 class BackwardInputs(NamedTuple):
-    """What a kernel's backward reads; out and lse are final: merged over all key/value blocks.
+    """Inputs of a kernel's backward; out and lse are final: merged over all key/value blocks.
 
     Shapes:
         dout, out ``[B, S, H, E]``, q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]``, lse
@@ -43,9 +43,10 @@ class BackwardInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a call needs from a kernel, the same on every rank.
+    """Properties that a call needs from a kernel, the same on every rank.
 
     Args:
+        device, dtype: of q, k and v; ``head_dim``: of q and k.
         mask: the window; documents change no kernel's answer, and differ from step to step.
         documents: the mask has documents.
         value_dim: head dim of values and outputs; None: ``head_dim``.
@@ -76,7 +77,7 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class KernelCaps:
-    """What a kernel computes exactly.
+    """Properties of the calls that a kernel computes exactly.
 
     Args:
         devices: device types; empty means any.

@@ -94,5 +94,5 @@ class CudnnKernel(SingleTileKernel):
 
 @lru_cache(maxsize=16)
 def _unused_rng_state(device: torch.device) -> torch.Tensor:
-    """Without dropout backward takes it and does not read it."""
+    """Return a state of random numbers that backward takes, and without dropout does not read."""
     return torch.empty((), dtype=torch.int64, device=device)

@@ -187,7 +187,7 @@ class RotaryPositions(NamedTuple):
             _rotate_in_place(parts, *table, token_dim, transposed=transposed)
 
     def _rotated(self, x: torch.Tensor, token_dim: int) -> torch.Tensor:
-        """As by :meth:`rotate_in_place`, a new tensor, by operators that autograd knows."""
+        """Rotate as :meth:`rotate_in_place` into a new tensor, by operators that autograd knows."""
         # For graphs of torch.compile: they hold no function of autograd that works in place, and
         # need none, as a compiler fuses the table and the products.
         self._check_tokens(x, token_dim)

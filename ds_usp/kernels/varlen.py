@@ -182,7 +182,7 @@ class SignatureAdapter:
 def _mask_args(
     window: Bounds, scale: float, causal_name: str, window_pair: bool
 ) -> Mapping[str, Any]:
-    """Of a FlashAttention-2 or -3 call: scale and mask, -1 for no bound."""
+    """Return scale and mask as arguments of FlashAttention-2 or -3; -1 is no bound."""
     left, right = (-1 if bound is None else bound for bound in window)
     args: dict[str, Any] = {"softmax_scale": scale, causal_name: window == (None, 0)}
     if window_pair:
@@ -197,6 +197,7 @@ class _PackedCall(NamedTuple):
     """A call as one varlen call.
 
     Args:
+        lengths: of the documents that are packed.
         rows, columns: index of the call's rows and columns (of all samples, one after the other)
             that are in a tile; None: all are, in order.
     """

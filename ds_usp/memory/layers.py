@@ -286,7 +286,7 @@ class _Result:
 
 
 class _Handle:
-    """What is saved instead of a layer's input."""
+    """Stands for a layer's input, and is saved instead of it."""
 
     def __init__(self, group: _Group, index: int, hidden: Tensor) -> None:
         self._group, self._index = group, index

@@ -98,7 +98,7 @@ class Offload:
 
     @contextmanager
     def layer(self, number: int) -> Iterator[None]:
-        """Around a layer's forward; a number not above the last one begins another micro batch."""
+        """Wrap a layer's forward; a number not above the last one begins another micro batch."""
         if self.ratio == 0 or not torch.is_grad_enabled():
             yield
             return
@@ -167,7 +167,7 @@ class Offload:
 
 
 class _State(Enum):
-    """Where the saved tensors of one unit are."""
+    """Holds the saved tensors of one unit, on the GPU or on the host."""
 
     OPEN = "its forward pass runs"
     ON_DEVICE = "on the device"
@@ -470,6 +470,8 @@ class _Sent(NamedTuple):
     """Storages whose bytes are, or are being copied, in host memory, one after another.
 
     Attributes:
+        storages, sizes: what was sent, and the bytes of each.
+        allocation: the host memory; ``event``: the end of the copies.
         versions: the tensors that were sent, with their versions then.
     """
 

@@ -184,7 +184,7 @@ def first_difference(now: object, then: object) -> tuple[str, object, object] | 
 
 
 def _parts(x: Any) -> dict[str, object]:
-    """What a value consists of, by name; nothing where ``==`` compares it."""
+    """Return what a value consists of, by name; nothing where ``==`` compares it."""
     if isinstance(x, FunctionType):
         cells = [cell.cell_contents for cell in x.__closure__ or ()]
         made_of = {"code": x.__code__, "defaults": x.__defaults__, "keywords": x.__kwdefaults__}
@@ -438,8 +438,8 @@ def _attach(leaf: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _signature(inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
-    """What recomputed inputs must have in common with the first run's: dtype, device, view, and
-    which of them share storage."""
+    """Return what recomputed inputs must have in common with the first run's: dtype, device, view,
+    and which of them share storage."""
     storages = [storage_id(x) for x in inputs]
     return tuple(
         (x.dtype, x.device, StorageView.from_tensor(x), storages.index(storage))

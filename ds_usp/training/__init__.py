@@ -1,4 +1,4 @@
-"""What a training loop needs around the attention: batches, the loss and DeepSpeed's engine."""
+"""Parts of a training loop around the attention: batches, the loss and DeepSpeed's engine."""
 
 from ds_usp.kernels.rotary import RotaryPositions, apply_rotary, rotate_projected
 from ds_usp.training.auto_settings import attention_kernel, offload_ratio

@@ -1,4 +1,4 @@
-"""What ``auto`` means for flags of a training loop: the kernel, and how an offload ratio reads."""
+"""Resolves ``auto`` for flags of a training loop: the kernel, and how an offload ratio reads."""
 
 from __future__ import annotations
 

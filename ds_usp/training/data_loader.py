@@ -104,7 +104,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class BatchBroadcast:
-    """What one rank of a group reads, on all its ranks.
+    """Sends what one rank of a group reads to all its ranks.
 
     Args:
         group: None: a process by itself, to which nothing is sent.
@@ -121,7 +121,7 @@ class BatchBroadcast:
 
     @staticmethod
     def pack(value: Any) -> Message:
-        """What is sent; raises whatever pickle raises, before any rank waits for a message."""
+        """Make the message of a value; pickle may raise, before any rank waits for a message."""
         tensors: list[Tensor] = []
         objects: list[Any] = []
         described = _described(value, tensors, objects)
@@ -136,7 +136,7 @@ class BatchBroadcast:
         return Message(value, header, [x.detach() for x in tensors])
 
     def send(self, message: Message | None, source: int = 0) -> Any:
-        """What rank ``source`` has packed, on every rank; ``message`` is None on the others.
+        """Return on every rank what rank ``source`` has packed; ``message`` is None on the others.
         Collective over the group."""
         if self._group is None:
             return cast(Message, message).value
@@ -198,7 +198,7 @@ class BatchBroadcast:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedBatch:
-    """What one sequence-parallel rank holds of a batch.
+    """The shard of a batch that one sequence-parallel rank holds.
 
     Attributes:
         tokens: ``[b, s_local]``, int64, as labels and positions are.

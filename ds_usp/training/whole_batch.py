@@ -52,7 +52,7 @@ def check_whole_numbers(name: str, x: Any) -> None:
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """What one sequence-parallel rank holds of a micro batch.
+    """The shard of a micro batch that one sequence-parallel rank holds.
 
     Shapes:
         tokens, labels: ``[b, s_local]``, int64.
@@ -214,7 +214,7 @@ def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
 
 
 class Packing(NamedTuple):
-    """Which tokens of a batch belong together: packed documents, or trees of them.
+    """Says which tokens of a batch belong together: packed documents, or trees of them.
 
     Args:
         documents: cumulative borders, one tuple for all samples or one for each; () without any.
@@ -306,8 +306,8 @@ def _check_tree_positions(positions: Tensor, packing: Packing) -> None:
 
 
 class RealTokens(NamedTuple):
-    """What a row's padding mask says: the first real token, the last + 1, how many there are, and
-    how many numbers are neither 0 nor 1."""
+    """The real tokens of a row by its padding mask: the first, the last + 1, how many there are,
+    and how many numbers of the mask are neither 0 nor 1."""
 
     first: int
     stop: int

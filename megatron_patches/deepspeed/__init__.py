@@ -18,7 +18,7 @@ _FRAMEWORK = "deepspeed"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(MeshSettings):
-    """What ``megatron_patches.apply("deepspeed", ...)`` takes.
+    """Settings that ``megatron_patches.apply("deepspeed", ...)`` takes.
 
     Args:
         layout: None is how batches are sharded for DeepSpeed (``contiguous``), so nothing else

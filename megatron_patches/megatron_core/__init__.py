@@ -21,6 +21,6 @@ def patches(keywords: Mapping[str, Any]) -> PatchSet:
 
 
 def cpu_fallbacks_patch_set() -> PatchSet:
-    """What megatron-core needs on machines without a GPU, for a program that names
+    """Return the patches that megatron-core needs without a GPU, for a program that names
     :class:`~megatron_patches.megatron_core.core_attention.USPCoreAttention` in its layer spec."""
     return PatchSet(_FRAMEWORK, patch_table.without_gpu())

@@ -30,7 +30,7 @@ LAYOUT = "context_parallel"  # megatron-core's own order of tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(MeshSettings):
-    """What ``megatron_patches.apply("megatron_core", ...)`` takes.
+    """Settings that ``megatron_patches.apply("megatron_core", ...)`` takes.
 
     Args:
         ulysses_degree: None: the first of ``hierarchical_context_parallel_sizes`` where the program

@@ -98,7 +98,7 @@ def refuse_inexact_options(
 
 
 def _refused_experts(config: TransformerConfig) -> dict[str, tuple[bool, str]]:
-    """What experts' routers decide by the tokens of a rank: another model with other degrees."""
+    """Refuse what routers of experts decide by a rank's tokens: another model at other degrees."""
     balancing, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = balancing if isinstance(balancing, list) else [balancing]
     losses = coefficients if isinstance(coefficients, list) else [coefficients]

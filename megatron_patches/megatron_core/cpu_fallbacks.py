@@ -51,7 +51,7 @@ def current_device(original: Callable[[], int]) -> torch.device:
 
 
 def nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """What has no meaning on the CPU, where every operation is complete when it returns."""
+    """Replaces what has no meaning on the CPU, where operations are complete when they return."""
 
 
 def current_stream(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Stream:

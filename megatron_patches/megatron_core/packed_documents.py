@@ -108,7 +108,7 @@ def _read(
 def _lengths_and_places(
     tensors: Sequence[Tensor | None],
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """For each sample, or one for all: cumulative lengths without padding, and in the tensors.
+    """Return cumulative lengths without padding, and in the tensors, of each sample or of all.
 
     Raises:
         UnsupportedAttentionError: none given, other documents of keys, or a document that is longer

@@ -26,9 +26,10 @@ ATTRIBUTE = "usp_mesh"  # of a layer: where its tokens are
 
 @dataclass(frozen=True)
 class OverMesh:
-    """Where the tokens of a layer are, and for one call its documents.
+    """Says where the tokens of a layer are, and for one call its documents.
 
     Args:
+        mesh: the ranks that share a sequence.
         layout: kind of token layout, or one.
         packed: megatron-core's ``PackedSeqParams``; None: one document a sequence.
         known: the documents that were read for the call, by its tokens.
@@ -59,7 +60,7 @@ class OneRank:
     """A context-parallel group for ``MambaContextParallel``, which exchanges no heads then."""
 
     def size(self) -> int:
-        """Of the group."""
+        """The size of the group."""
         return 1
 
 

@@ -135,7 +135,7 @@ def planned_run(args: Any) -> flags.PlannedRun:
 
 
 def layer_memory(args: Any) -> LayerMemory:
-    """What layers save for backward, with Megatron-DeepSpeed's own activation checkpoint."""
+    """Decide what layers save for backward, with Megatron-DeepSpeed's own activation checkpoint."""
     from deepspeed.accelerator import get_accelerator
     from megatron.core import tensor_parallel
 

@@ -1,5 +1,5 @@
-"""What Megatron-DeepSpeed needs to start with current torch and CUDA, without apex, or on CPUs:
-stubs of missing packages, and patches. None of it is about sequence parallelism.
+"""Lets Megatron-DeepSpeed start with current torch and CUDA, without apex, or on CPUs: stubs of
+missing packages, and patches. None of it is about sequence parallelism.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _token_dim(name: str, x: Any) -> int | None:
 
 
 class UlyssesSPAttentionHF:
-    """In the place of ``deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF``."""
+    """Replaces ``deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF``."""
 
     ulysses_degree: int | None = None
     layout: str = AUTO_LAYOUT
@@ -166,8 +166,8 @@ def _sequence_parallel_groups(size: int) -> Any:
 
 
 class _Registration:
-    """What was registered for the ranks of one sequence-parallel group, and from its engine's first
-    forward pass on the engine's model, which is given shards and returns shards.
+    """Holds what was registered for the ranks of one sequence-parallel group, and from its engine's
+    first forward pass on the engine's model, which is given shards and returns shards.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ REGISTRATIONS: WeakKeyDictionary[dist.ProcessGroup, _Registration] = WeakKeyDict
 
 
 def _reduction_of(engine: Any) -> Any:
-    """What an engine makes of the gradients of a sequence's ranks."""
+    """Return whether an engine sums or averages the gradients of a sequence's ranks."""
     if engine.zero_optimization_stage() < 3:
         return "sum"
     if not engine.zero_reduce_scatter():
@@ -390,7 +390,7 @@ def _mean_over_ranks(mesh: SequenceMesh, grad: Tensor) -> Tensor:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """In the place of DeepSpeed's adapter: every rank's batch in turn, sharded over all ranks.
+    """Replaces DeepSpeed's adapter: it yields every rank's batch in turn, sharded over all ranks.
 
     Each rank of a sequence-parallel group reads its own batches; all ranks compute the batch of
     the first, then that of the second, and so on. Yielded are shards, on the CPU, with

@@ -292,7 +292,7 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Band:
-    """What a layer may see.
+    """A mask of one kind of layers: the tokens that a query may see.
 
     Args:
         mask: a window in tokens.

@@ -86,7 +86,7 @@ _TOKENWISE = (nn.Linear, Conv1D, nn.LayerNorm)
 
 
 class LayersMemory:
-    """What the layers of a model save for backward, recompute, or offload.
+    """Decides what the layers of a model save for backward, recompute, or offload.
 
     Args:
         carry: makes of a layer's forward what a checkpoint is given; None: the forward itself.
@@ -125,7 +125,7 @@ class LayersMemory:
         return self._recompute != "none" or self._ratio > 0
 
     def prepare(self, layout: TokenLayout) -> None:
-        """Before a forward pass: give every layer its policy.
+        """Give every layer its policy, before a forward pass.
 
         Raises:
             LayoutError: on every rank, if one has fewer tokens than chunks.
@@ -175,7 +175,7 @@ class LayersMemory:
 
 
 class _LayerPolicy:
-    """What a layer hands its forward pass to.
+    """Runs a layer's forward pass, which the layer hands to it.
 
     Attributes:
         before: the layer's own attributes that were replaced.
@@ -228,7 +228,7 @@ def _tokenwise_mlps(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _other_than_tokenwise(mlp: nn.Module) -> str:
-    """What of a module is not known to compute every token by itself; nothing if all is."""
+    """Name what of a module is not known to compute every token by itself; "" if all is."""
     arguments = list(inspect.signature(type(mlp).forward).parameters)[1:]
     if len(arguments) != 1:
         return f"takes {', '.join(arguments)}"

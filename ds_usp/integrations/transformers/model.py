@@ -187,7 +187,7 @@ def enable(
 
 
 def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | None:
-    """What :func:`enable` returned for a model, or for the model that PEFT has wrapped since.
+    """Return what :func:`enable` returned for a model, or for one that PEFT has wrapped since.
 
     Raises:
         ConfigError: its configuration is that of an enabled model, and itself is not enabled.
@@ -512,7 +512,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             )
 
     def _end(self, _: nn.Module, __: Any, out: Any) -> None:
-        """After a forward pass, also one that has failed: what is called next is a caller's own."""
+        """End a forward pass, also one that has failed: what is called next is a caller's own."""
         if out is None:
             name = type(self._inner).__name__
             self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
@@ -541,7 +541,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             )
 
     def _targets_of(self, batch: WholeArguments) -> Tensor | None:
-        """What outputs of every token are compared with, ``[b, seq_len]``; None without labels."""
+        """Return the labels of every token's outputs, ``[b, seq_len]``; None without labels."""
         if self._loss is None or not {"labels", _TRL_FUSED_HEAD} & batch.arguments.keys():
             return None
         return batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")

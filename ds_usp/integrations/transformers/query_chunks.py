@@ -395,8 +395,8 @@ def _joined(further: list[tuple[Any, ...]], picked: dict[int, Any], rows: int) -
 
 
 class Gathered:
-    """What was gathered of a layer as each part is given it, with gradients that are summed over
-    parts in fp32.
+    """Gives each part what was gathered of a layer, with gradients that are summed over parts in
+    fp32.
 
     Args:
         window: tokens that a query sees of what is not compressed; None: all.

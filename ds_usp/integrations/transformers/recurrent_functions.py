@@ -1,5 +1,5 @@
-"""What recurrent layers of transformers call to carry a state from token to token, one row a name,
-and the model types whose layers call nothing else."""
+"""Functions by which recurrent layers of transformers carry a state from token to token, one row a
+name, and the model types whose layers call nothing else."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ class _LayerCall:
     """One forward pass of a recurrent layer.
 
     Args:
+        shard: the tokens of this rank.
         ran: names of the functions that have run in it.
     """
 
@@ -77,7 +78,7 @@ def is_of_transformers(kind: type) -> bool:
 
 
 def _globals_of(kind: Any) -> set[str]:
-    """What a class's own forward reads of its module, without wrappers; nothing where none of it
+    """Name the globals that a class's own forward reads, without wrappers; none where none of them
     can be in the table: disassembling takes 2 ms a class, and few call a function of it."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     if code is None or FUNCTIONS.keys().isdisjoint(code.co_names):

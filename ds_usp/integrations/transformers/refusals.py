@@ -1,4 +1,4 @@
-"""What is not served: read from a model before its first forward pass, and from its arguments."""
+"""Refuses what is not served: models, before their first forward pass, and their arguments."""
 
 from __future__ import annotations
 

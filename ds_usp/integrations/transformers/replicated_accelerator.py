@@ -131,9 +131,8 @@ class ReplicatedAccelerator(Accelerator):
 
     @contextmanager
     def of_first_ranks(self) -> Iterator[None]:
-        """Inside, what the first rank of each mesh has is gathered, whatever the others have; and
-        the number of a process is that of its mesh, as code that takes its part of what it has
-        gathered needs it."""
+        """Gather, inside, what the first rank of each mesh has, whatever the others have; a process
+        has the number of its mesh, as code that takes its part of what it has gathered needs it."""
         self._usp_takes_first = True
         try:
             yield

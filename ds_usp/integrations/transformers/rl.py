@@ -109,7 +109,7 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
         return first_rank.send(message)
 
     def without_mesh(make: Callable[..., Any]) -> Callable[..., Any]:
-        """What the first rank of a mesh makes, on all its ranks, the model as it was."""
+        """Return a function that gives all ranks what the first makes with the model as it was."""
 
         def made(*args: Any, **kwargs: Any) -> Any:
             enabled = find_enabled(trainer.model, find_model(trainer.model))

@@ -125,7 +125,7 @@ class ImagePositions:
         self._before_pass: list[tuple[Any, Tensor | None]] = []  # owners and their deltas
 
     def begin(self, batch: WholeArguments) -> bool:
-        """Before a pass: whether the model is to be given no positions, as they are made here.
+        """Prepare a pass. Returns whether the model gets no positions, as they are made here.
 
         Raises:
             DataError: positions of 2 dims that do not count each document's tokens from 0.
@@ -174,7 +174,7 @@ class ImagePositions:
         return True
 
     def end(self) -> None:
-        """After a pass, or one that was interrupted."""
+        """Undo :meth:`begin`, after a pass or one that was interrupted."""
         for owner in self._owners:
             owner.__dict__.pop(_MAKES, None)
         for owner, deltas in self._before_pass:

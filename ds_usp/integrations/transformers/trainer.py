@@ -87,7 +87,7 @@ def attach(trainer: Trainer, mesh: SequenceMesh, **options: Any) -> EnabledModel
 
 
 class _CheckAtEnd(TrainerCallback):
-    """At the end of training no later call would find that ranks differ in the last one."""
+    """Checks the mesh at the end of training: no later call would find what differs in the last."""
 
     def __init__(self, mesh: SequenceMesh) -> None:
         self._mesh = mesh
@@ -349,7 +349,7 @@ def replicate_batches(loader: Iterable[Any] | None, mesh: SequenceMesh) -> Repli
 
 
 class ReplicatedBatches:
-    """What :func:`replicate_batches` returns."""
+    """The loader that :func:`replicate_batches` returns."""
 
     def __init__(self, loader: Iterable[Any] | None, mesh: SequenceMesh) -> None:
         check_mesh(mesh, loader)

@@ -132,7 +132,7 @@ class WholeArguments:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What the ranks of a mesh must have alike."""
+        """The tensors of the call, which the ranks of a mesh must have alike."""
         return {name: x for name, x in self.arguments.items() if isinstance(x, Tensor)}
 
     def layout(self, mesh: SequenceMesh, kind: str) -> TokenLayout:

@@ -144,7 +144,7 @@ class RouterLoss:
         return RouterLoss(model, self._mesh, self._gradients, running)
 
     def begin(self, real: Tensor | None, in_fused_head: bool) -> None:
-        """Before a forward pass that asks for it.
+        """Prepare a forward pass that computes the loss of the whole batch.
 
         Args:
             real: which of this rank's tokens are no padding, ``[b, s_local]``; None: all.
