@@ -16,7 +16,15 @@ from ds_usp.planner.degree_rule import RULE, rule_degrees
 from ds_usp.planner.emit import emit
 from ds_usp.planner.formulas import model_flop_per_token
 from ds_usp.planner.report import PLANS, Json, Shortage, Table, degree_columns, plan_row
-from ds_usp.planner.search import GIB, PREFERENCES, STATED_ERROR, Plan, SearchResult, preference
+from ds_usp.planner.search import (
+    GIB,
+    OUTCOMES,
+    PREFERENCES,
+    STATED_ERROR,
+    Plan,
+    SearchResult,
+    preference,
+)
 from ds_usp.planner.step_time import layer_time
 
 
@@ -115,8 +123,13 @@ def _difference(plan: Plan, other: Plan) -> str:
     """What another plan has that this one has not."""
     own, others = plan.config.parts(), other.config.parts()
     words = [text for kind, text in others.items() if own.get(kind) != text]
-    words += [f"no {kind}" for kind in own if kind not in others]
+    words += [f"{_WITHOUT.get(kind, 'no')} {kind}" for kind in own if kind not in others]
     return ", ".join(words) or str(other.config)
+
+
+_WITHOUT: Mapping[str, str] = MappingProxyType(
+    {"loss in chunks": "not the", "micro batch": "a smaller", "setting for length": "no"}
+)
 
 
 def _against(result: SearchResult, plan: Plan, other: Plan) -> str:
@@ -126,7 +139,8 @@ def _against(result: SearchResult, plan: Plan, other: Plan) -> str:
     speed = "as fast" if abs(ratio) < 5e-4 else speed
     if other.mfu >= result.fastest.mfu * (1 - STATED_ERROR):
         reason = _preferred(result, plan, other)
-        return f"{speed}, less than the formulas' error of {STATED_ERROR:.0%}; taken is {reason}"
+        less = f"{speed}, less than the formulas' error of {STATED_ERROR:.0%}"
+        return f"{speed if speed == 'as fast' else less}; taken is {reason}"
     own, others = (_component_seconds(result, x) for x in (plan, other))
     worst, more = max(((x, others[x] - own[x]) for x in own), key=lambda item: item[1])
     return f"{speed}: {more:.2f} s more for {_NAMES[worst]}"
@@ -191,7 +205,13 @@ def infeasibility(result: SearchResult) -> Sequence[str]:
             f"{cluster.host_budget_bytes(result.gpus) / GIB:.1f} GiB a GPU"
         )
     workspace = cluster.workspace_bytes
-    shortage = Shortage.of(result.work, closest.config, closest.over_budget_bytes, workspace)
+    shortage = Shortage.of(
+        result.work,
+        closest.config,
+        closest.over_budget_bytes,
+        workspace,
+        result.framework,
+    )
     return [*lines, *shortage.lines()]
 
 
@@ -207,6 +227,13 @@ _BATCH = (
 _INDENTED: Mapping[str, Any] = MappingProxyType(
     {"subsequent_indent": 10 * " ", "break_on_hyphens": False}
 )
+
+
+def in_order(outcomes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """What became of configurations, of how many: those that could run first, then rules."""
+    first = {rule: outcomes.get(rule, 0) for rule in OUTCOMES}
+    others = {f"refused: {rule}": count for rule, count in outcomes.items() if rule not in first}
+    return [(rule, count) for rule, count in (first | others).items() if count]
 
 
 def answer_text(answer: Answer, top: int, alone: bool) -> Iterator[object]:
@@ -241,10 +268,8 @@ def answer_text(answer: Answer, top: int, alone: bool) -> Iterator[object]:
             yield fill(line, 100, initial_indent=f"{'' if number else 'why':8}", **_INDENTED)
         if answer.twice:
             yield fill(answer.twice, 100, initial_indent=f"{'twice':8}", **_INDENTED)
+    counts = ", ".join(f"{count:,} {rule}" for rule, count in in_order(result.outcomes))
     yield ""
-    counts = ", ".join(
-        f"{count:,} {rule}" for rule, count in result.outcomes.most_common() if count
-    )
     yield fill(f"{result.considered:,} configurations considered: {counts}", 100)
     if alone:
         yield _BATCH
@@ -272,7 +297,7 @@ def answer_json(answer: Answer, top: int) -> Json:
             work.model, work.seq_len, work.document_lengths
         ),
         "considered": result.considered,
-        "outcomes": {rule: count for rule, count in result.outcomes.items() if count},
+        "outcomes": dict(in_order(result.outcomes)),
         "tie_within": STATED_ERROR,
         "why": list(answer.why),
         "plans": [plan_row(result, each) for each in result.plans[:top]],
@@ -284,5 +309,6 @@ def answer_json(answer: Answer, top: int) -> Json:
     if closest := result.closest_to_fitting:
         workspace = result.cluster.workspace_bytes
         content["nearest"] = plan_row(result, closest)
-        content |= Shortage.of(work, closest.config, closest.over_budget_bytes, workspace).row()
+        lacking = closest.over_budget_bytes
+        content |= Shortage.of(work, closest.config, lacking, workspace, result.framework).row()
     return content

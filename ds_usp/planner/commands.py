@@ -223,7 +223,7 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
         text = [
             name,
             *report.max_length_text(model, cluster, budget, rows, self.engine),
-            *report.length_steps_text(model, *limits[:3], steps),
+            *report.length_steps_text(model, *limits, steps),
         ]
         return Result(content, text, 0 if any(row.seq_len for row in rows) else 1)
 

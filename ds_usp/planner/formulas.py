@@ -95,31 +95,6 @@ def _mixer_flop_per_token(
     )
 
 
-def executed_flop_per_token(work: Workload, config: ParallelConfig) -> float:
-    """FLOP that are executed for one token: with flash backward and recomputation.
-
-    ``full`` adds a forward pass of the layers, ``attention-only`` one of the attention core,
-    ``attention`` one of all but it, ``gemm-last`` norms and activation functions only, which are
-    not counted here. An MLP in chunks adds its own forward pass; with several layers a checkpoint
-    all but one of a group are recomputed once more.
-    """
-    model, shape = work.model, (work.model, work.seq_len, work.document_lengths)
-    attention = _mixer_flop_per_token(*shape)
-    total = model_flop_per_token(*shape) + attention / 2
-    forward = 2 * sum(part.layers * part.matrix_elements for part in model.parts)
-    if config.mlp_chunks > 1:
-        total += 2 * sum(x.layers * x.matrix_elements * mlp_share(x) for x in model.parts)
-    again = 2 - 1 / config.checkpoint_layers
-    if config.recompute == "full":
-        total += again * (forward + attention)
-    elif config.recompute == "attention-only":
-        total += attention
-    elif config.recompute == "attention":
-        recurrences = sum(x.layers * recurrent_flop_per_token(x) for x in model.parts)
-        total += again * (forward + recurrences)
-    return total
-
-
 def mlp_share(model: ModelShape) -> float:
     """The MLP's part of the matrix products of a layer without experts."""
     return (layer_matrices(model).fc1 + layer_matrices(model).fc2) / model.matrix_elements

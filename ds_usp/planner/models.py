@@ -390,6 +390,8 @@ def load_model(name: str) -> ModelShape:
         path = Path(name)
         return _from_file(path / "config.json" if path.is_dir() else path, "")
     model = built_in(name)
+    if model is None and (name.count("/") > 1 or name.startswith((".", "~"))):
+        raise ConfigError(f"there is no folder {name} with a config.json")
     if model is None:
         own = name.strip().lower().rpartition("/")[2]
         near = get_close_matches(own, [*MODELS, *_ALIASES], n=3, cutoff=0.7)

@@ -7,8 +7,11 @@ has no numbers of its own: its columns are formats of the rows that ``--json`` p
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from shutil import get_terminal_size
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +21,7 @@ from ds_usp.planner.max_length import STEP, MaxLength, needs_at, shortest_worklo
 from ds_usp.planner.memory import Memory, memory
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
+    FrameworkCaps,
     ParallelConfig,
     Workload,
     infeasible_reason,
@@ -59,8 +63,7 @@ columns of the table, beside the components of memory:
 {_MEMORY_LEGEND}""",
         "plan": f"""\
 columns of the table:
-  ulysses x ring  ranks that exchange heads x ranks that exchange keys and values; (ring inside):
-                  contiguous ranks are those of the ring
+  ulysses x ring  ranks that exchange heads x ranks that exchange keys and values
   tp, pp, dp      tensor-, pipeline- (x virtual stages) and data-parallel ranks
   mb              micro batch: sequences of a replica at a time
   loss            whole: the full logits are in memory; chunks: never (--usp-loss-chunks)
@@ -137,12 +140,30 @@ class Table:
             for title, c in self.columns.items()
         ]
         widths = [max(map(len, column)) for column in columns]
+        fits = sum(widths) + 2 * len(widths) < get_terminal_size().columns
+        if fits and sys.stdout.isatty() and find_spec("rich"):
+            return _by_rich(columns)
         lines = []
         for first, *others in zip(*columns, strict=True):
             cells = map(str.rjust, others, widths[1:])
             lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join(lines)
+
+
+def _by_rich(columns: Sequence[Sequence[str]]) -> str:
+    """Columns, each with its title, as ``rich`` draws them in a terminal."""
+    from rich import box, console, table
+
+    drawn = table.Table(box=box.SIMPLE_HEAD)
+    for number, (title, *_) in enumerate(columns):
+        drawn.add_column(title, justify="right" if number else "left", overflow="fold")
+    for cells in zip(*(cells for _, *cells in columns), strict=True):
+        drawn.add_row(*cells)
+    terminal = console.Console(highlight=False)
+    with terminal.capture() as text:
+        terminal.print(drawn)
+    return text.get().strip("\n")
 
 
 def number(keys: str, unit: float = GIB, digits: int = 1) -> Callable[[Json], str]:
@@ -186,18 +207,13 @@ def memory_text(memory: Memory) -> Iterator[object]:
         yield in_all + (states if memory.host_states else "")
 
 
-def _ulysses_x_ring(row: Json) -> str:
-    inside = " (ring inside)" if row.get("order") == "ring-ulysses" else ""
-    return f"{row['ulysses']} x {row['ring']}{inside}"
-
-
 def _pipeline(row: Json) -> str:
     stages = row.get("virtual_stages", 1)
     return f"{row['pp']}" + (f" x {stages}" if stages > 1 else "")
 
 
 _DEGREES: Mapping[str, Cell] = MappingProxyType(
-    {"ulysses x ring": _ulysses_x_ring, "tp": "{tp}", "pp": _pipeline}
+    {"ulysses x ring": "{ulysses} x {ring}", "tp": "{tp}", "pp": _pipeline}
 )
 
 
@@ -265,6 +281,7 @@ def length_steps_text(
     cluster: Cluster,
     budget_bytes: float,
     workspace_bytes: float,
+    framework: FrameworkCaps,
     steps: Sequence[MaxLength],
 ) -> Iterator[object]:
     """The settings that make the longest sequence longer, one more in each row, and what twice the
@@ -278,7 +295,7 @@ def length_steps_text(
         )
         lacking = needs.total - budget_bytes
         if lacking > 0:
-            yield from Shortage.of(work, last.config, lacking, workspace_bytes).lines()
+            yield from Shortage.of(work, last.config, lacking, workspace_bytes, framework).lines()
         else:
             host = cluster.host_budget_bytes(last.config.gpus)
             yield (
@@ -399,7 +416,7 @@ def plan_row(result: SearchResult, plan: Plan) -> Json:
     """One plan: its degrees and settings, predicted time, MFU and memory."""
     config, work = plan.config, result.work
     return {
-        **attributes(config, "tp ulysses ring order pp"),
+        **attributes(config, "tp ulysses ring pp"),
         "virtual_stages": config.virtual_stages(work.model),
         "layers_per_virtual_stage": config.chunk_layers(work.model),
         **attributes(config, "dp zero sharding recompute offload_ratio fused_loss micro_batch"),
@@ -447,9 +464,14 @@ class Shortage(NamedTuple):
 
     @classmethod
     def of(
-        cls, work: Workload, config: ParallelConfig, lacking: float, workspace_bytes: float
+        cls,
+        work: Workload,
+        config: ParallelConfig,
+        lacking: float,
+        workspace_bytes: float,
+        framework: FrameworkCaps | None = None,
     ) -> Shortage:
-        return cls(lacking, what_would_help(work, config, workspace_bytes))
+        return cls(lacking, what_would_help(work, config, workspace_bytes, framework))
 
     def row(self) -> Json:
         changes = [{"change": text, "saves_bytes": round(saved)} for text, saved in self.changes]
@@ -462,32 +484,38 @@ class Shortage(NamedTuple):
 
 
 def what_would_help(
-    work: Workload, config: ParallelConfig, workspace_bytes: float
+    work: Workload,
+    config: ParallelConfig,
+    workspace_bytes: float,
+    framework: FrameworkCaps | None = None,
 ) -> list[tuple[str, float]]:
-    """Changes that save memory, with the bytes that each saves, the most helpful first."""
-    changes: list[tuple[str, ParallelConfig]] = [
-        (f"twice the GPUs, ring {2 * config.ring}", config.replace(ring=2 * config.ring)),
-        (f"four times the GPUs, ring {4 * config.ring}", config.replace(ring=4 * config.ring)),
-        ("offload of all activations", config.replace(offload_ratio=1.0, offload_unit="layer")),
-        ("full recomputation", config.replace(recompute="full")),
-        ("ZeRO-3", config if config.fsdp2 else config.replace(zero=3)),
-        ("a chunked loss", config.replace(fused_loss=True)),
-        *(
-            (
-                ", ".join(set(option.length_words()) - set(config.length_words())),
-                option,
-            )
-            for setting in LENGTH_SETTINGS
-            for option in length_options(work, config, setting.name)
-        ),
-        ("gradients in bf16", config.replace(grad_bytes=2)),
+    """Changes that save memory, with the bytes that each saves, the most helpful first.
+
+    Args:
+        framework: the program whose settings they are; None: any.
+    """
+    has, ring = framework, config.ring
+    bf16 = {"fsdp2": True, "zero": 3, "bf16_states": True, "grad_bytes": 2}
+    names = has.length_settings if has else tuple(row.name for row in LENGTH_SETTINGS)
+    changes: list[tuple[bool, str, dict[str, Any]]] = [
+        (True, f"twice the GPUs, ring {2 * ring}", {"ring": 2 * ring}),
+        (True, f"four times the GPUs, ring {4 * ring}", {"ring": 4 * ring}),
+        (not has or has.offloads, "offload of all activations", {"offload_ratio": 1.0}),
+        (not has or "full" in has.recompute, "full recomputation", {"recompute": "full"}),
+        (not config.fsdp2 and (not has or 3 in has.zero), "ZeRO-3", {"zero": 3}),
+        (not has or has.can_chunk_loss(config), "a chunked loss", {"fused_loss": True}),
+        (bool(has and has.fsdp2), "weights, gradients, moments in bf16 (--bf16-states)", bf16),
+        (not has, "gradients in bf16", {"grad_bytes": 2}),
+        (config.micro_batch > 1, "micro batch 1", {"micro_batch": 1}),
     ]
-    if config.micro_batch > 1:
-        changes.append(("micro batch 1", config.replace(micro_batch=1)))
+    options = [(text, config.replace(**change)) for is_there, text, change in changes if is_there]
+    for option in (x for name in names for x in length_options(work, config, name)):
+        words = set(option.length_words()) - set(config.length_words())
+        options.append((", ".join(words), option))
     needs = memory(work, config, workspace_bytes).total
     saved = [
         (what, needs - memory(work, changed, workspace_bytes).total)
-        for what, changed in changes
+        for what, changed in options
         if changed != config and infeasible_reason(work, changed) is None
     ]
     return sorted((item for item in saved if item[1] > 2**20), key=lambda item: -item[1])

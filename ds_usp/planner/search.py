@@ -76,8 +76,6 @@ class SearchResult:
         closest_to_fitting: the one that is least over the budget.
         best_with: (axis, value) -> the fastest plan that has it.
         fixed: axes that were not searched.
-        fused_loss_fixed: nor was whether the loss is chunked.
-        added_length_settings: settings that were searched because nothing fits without them.
     """
 
     cluster: Cluster
@@ -91,8 +89,6 @@ class SearchResult:
     closest_to_fitting: Plan | None = None
     best_with: dict[tuple[str, object], Plan] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
-    fused_loss_fixed: bool = False
-    added_length_settings: tuple[str, ...] = ()
 
     @property
     def considered(self) -> int:
@@ -110,9 +106,10 @@ class SearchResult:
 AXES = ("tp", "ulysses", "ring", "pp", "dp", "zero", "recompute", "micro_batch")
 _COMPARED_AXES = ("tp", "split", "pp", "dp", "sharding", "recompute")
 WITHIN_ERROR = f"within {STATED_ERROR:.0%} of the fastest"
-_SLOWER = "slower than that"
+_SLOWER = "slower"
 _OVER_MEMORY = "too large for a GPU"
 _OVER_HOST = "offload beyond the host's memory"
+OUTCOMES = (WITHIN_ERROR, _SLOWER, _OVER_MEMORY, _OVER_HOST)
 _MAX_OVER_MEMORY = 8
 
 
@@ -156,9 +153,7 @@ def search(
     framework = framework.for_model(work.model)
     fixed = fixed or {}
     base = base or ParallelConfig()
-    result = SearchResult(
-        cluster, work, gpus, budget, framework, fixed=fixed, fused_loss_fixed=base.fused_loss
-    )
+    result = SearchResult(cluster, work, gpus, budget, framework, fixed=fixed)
     collector = _Collector(result, framework)
     degree_sets = list(degree_configs(cluster, work, gpus, framework, fixed, base, result.outcomes))
     for degrees in degree_sets:
@@ -292,7 +287,7 @@ class _Collector:
         if not self._framework.interleaves or base.pp == 1 or per_stage == 1:
             return [0]
         if micro_batches % base.pp:
-            self._result.outcomes["interleaving needs micro batches in multiples of pp"] += 1
+            self._result.outcomes["without interleaving, which needs other micro batches"] += 1
             return [0]
         return [0, *(layers for layers in divisors(per_stage) if layers < per_stage)]
 
@@ -414,7 +409,6 @@ class _Collector:
             if changed == configs:
                 continue
             configs = changed
-            self._result.added_length_settings += (setting,)
             more = {**saving, **fixed} if setting == "checkpoint_layers" else fixed
             for config in configs:
                 self.search_degrees(config, more)

@@ -196,9 +196,10 @@ def test_two_hundred_random_requests_have_one_answer():
     assert ruled > 0.8 * shared > 60
 
 
-def test_every_configuration_is_counted_once():
+@pytest.mark.parametrize("tokens", [8192, 65536])
+def test_every_configuration_is_counted_once(tokens):
     """By trying all of them."""
-    work, cluster = Workload(MODEL, 65536, 2), load_cluster("h100").with_gpus_per_node(4)
+    work, cluster = Workload(MODEL, tokens, 2), load_cluster("h100").with_gpus_per_node(4)
     caps = framework_caps("transformers")
     found = search(cluster, work, 4, caps)
     base = ParallelConfig(eager_norms=True, tp_sequence=False, unsharded_grad_reduce=True)
@@ -420,6 +421,7 @@ M, LONG = "memory --model 7b --seq-len 8K", "max-length --model gpt-6.7b"
 # A command, and the number or the name by which it says what is wrong with it.
 REFUSED = {
     "plan --model none --seq-len 8 --gpus 8": "no model 'none'; there are llama-7b, ",
+    "memory --model ./none --seq-len 128K": "there is no folder ./none with a config.json",
     "memory --model none.json --seq-len 128K": "cannot read the model file none.json",
     f"{P} --cluster none": "no cluster 'none'; there are a100, ",
     f"{P} --cluster none.json": "cannot read the cluster file none.json",
@@ -430,6 +432,7 @@ REFUSED = {
     "plan --model 7b --seq-len 8192 --gpu 8 --zeroo 1": "--zeroo (did you mean --zero?)",
     f"{P} --documents 1,x": "--documents: 'x' must be",
     f"{P} --documents 100": "documents of 100 tokens do not fill a sequence of 8192",
+    f"{P} --emit transformers": "--emit left: --engine names the program",
     f"{P} --top -1": "--top -1 must be a whole number of 0 or more",
     # What would take hours.
     "plan --model 7b --seq-len 8K --gpus 1000000000": "--gpus 1000000000 must be at most 131,072",

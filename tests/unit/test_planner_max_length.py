@@ -13,11 +13,9 @@ from ds_usp.planner.__main__ import main
 from ds_usp.planner.answer import answer
 from ds_usp.planner.emit import emit, megatron_deepspeed
 from ds_usp.planner.formulas import (
-    executed_flop_per_token,
     input_bytes,
     layer_bytes,
     mlp_share,
-    model_flop_per_token,
     stage_elements,
 )
 from ds_usp.planner.hardware import load_cluster
@@ -180,10 +178,6 @@ def test_time_that_each_costs():
     mlp = seconds(mlp_chunks=8) - forward
     assert mlp == pytest.approx(matrices * mlp_share(LLAMA))
     assert seconds(recompute="none", mlp_chunks=8) == pytest.approx(mlp)
-    long, full = Workload(LLAMA, 2**20), ParallelConfig(recompute="full")
-    flop = executed_flop_per_token(long, full)
-    more = executed_flop_per_token(long, full.replace(checkpoint_layers=4, mlp_chunks=2))
-    assert 0.18 < (more - flop) / model_flop_per_token(LLAMA, 2**20) < 0.3
     waiting = step_time(H200, WORK, FULL.replace(states_on_host=True)).offload
     assert waiting == pytest.approx(8.03e9 * 12 / 2 / H200.host_bytes_per_s, rel=0.01)
 
@@ -219,12 +213,12 @@ def test_a_plan_has_them_where_nothing_fits_without():
     trainer = framework_caps("trainer")
     fixed = {"ulysses": 2}
     short = search(cluster, Workload(LLAMA, 2**15), 2, trainer, fixed=fixed)
-    assert not short.added_length_settings and short.plans[0].config.mlp_chunks == 0
+    assert short.plans[0].config.mlp_chunks == 0
     long = Workload(LLAMA, 3 * 2**19)
     assert not search(cluster, long, 2, replace(trainer, length_settings=()), fixed=fixed).plans
     results = search(cluster, long, 2, trainer, fixed=fixed)
     best = results.plans[0]
-    assert results.added_length_settings and best.config.mlp_chunks == 48
+    assert best.config.mlp_chunks == 48
     assert cluster.host_memory_fits(best.memory.host, 2)
     flags = emit("trainer", long, best.config)
     assert "--usp-mlp-chunks 48" in flags
