@@ -426,9 +426,8 @@ def trained(
     model.generation_config.update(eos_token_id=2, pad_token_id=0)
     lora = partial(peft.LoraConfig, target_modules="all-linear")  # PEFT knows none of this model
 
-    def in_chunks(trainer: Any, mesh: Any) -> None:
-        enable(trainer.model, mesh, query_chunks=2)
-        attach(trainer, mesh)
+    def in_chunks(trainer: Any, mesh: Any, **_: Any) -> None:
+        attach(trainer, mesh, query_chunks=2)
 
     modules = hf_trainer_runs, rl_runs
     with ExitStack() as patches:
@@ -454,6 +453,7 @@ def trained(
         ("run_rl", "fsdp2", {"seed": 3}),
         # Packed, these count blocks and windows across documents in one process.
         ("run_sft", "fsdp2", {"model_type": "qwen4_exp_text"}),
+        ("run_sft", "zero3", {"model_type": "qwen4_exp_text"}),
         ("run_sft", "zero3", {"model_type": "minimax_m3_vl_text"}),
     ],
 )

@@ -197,7 +197,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "heads_per_ngram": 2,
         "ngram_vocab_size_base": 50,
         "split_ngram_parts": 1,
-        "indexer_n_heads": 4,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 16,

@@ -4,6 +4,7 @@ on this rank's queries and a KV cache that returns the keys of all tokens."""
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, Final
@@ -58,6 +59,7 @@ _CLASSES: Final = _COUNTS | {
     *("Dots3NoteTextAttention", "MistralLarge4TextAttention"),
 }
 _ANGLES_OF_KEYS: Final = frozenset({"Qwen4ExpTextAttention"})  # are given those of all keys
+_LOOPS_OVER_QUERIES: Final = frozenset({"Qwen4ExpTextQSAIndexer"})
 _PADDING_MASKS: Final = frozenset({"Glm5NextTextAttention"})  # see all before them but padding
 # Kinds of layers in `config.layer_types` whose names do not say that they are attention.
 SPARSE_KINDS: Final = frozenset({"minimax_m3_sparse"})
@@ -129,8 +131,10 @@ class SparseLayers:
             run = partial(_run_layer, layer, forward, name, query_chunks)
             self._replaced.set(layer, "forward", run)
             if (indexer := _indexer_of(layer)) is not None:
-                forward = partial(type(indexer).forward, indexer)
-                self._replaced.set(indexer, "forward", partial(run_indexer, forward))
+                own = partial(run_indexer, partial(type(indexer).forward, indexer))
+                in_blocks = _is_any(type(indexer), _LOOPS_OVER_QUERIES)
+                run = partial(_pick_blocks, indexer) if in_blocks else own
+                self._replaced.set(indexer, "forward", run)
         self._name = type(model).__name__
         self._compares = any(_is_any(type(x), _COMPARES) for x in self.layers)
 
@@ -286,6 +290,54 @@ def _angles_of_keys(
     if whole is None:
         whole = usp.masks["angles"] = gather(torch.cat(angles, -1))
     return whole.chunk(2, -1)
+
+
+def _pick_blocks(
+    indexer: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    _: Tensor,
+    keys: Keys,
+) -> Tensor:
+    """Return the keys that queries pick, ``[rows, 1, queries, keys]``, as Qwen4-Exp's indexer does:
+    the best blocks of keys, and those behind the last whole block. The queries are the last keys.
+
+    Transformers' own is a loop over queries, which calls a module for each that has whole blocks:
+    too slow for long sequences, and engines would gather its parameters in other numbers on ranks.
+    """
+    ratio, width = indexer.compress_ratio, indexer.index_head_dim
+    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    (rows, queries), (cos, sin) = hidden_states.shape[:2], position_embeddings
+    of_queries = {"cos": cos[:, -queries:], "sin": sin[:, -queries:], "unsqueeze_dim": 2}
+    heads = indexer.index_qk_proj(hidden_states).view(rows, queries, -1, width)
+    query = rotate(indexer.q_layernorm(heads[:, :, :-1]), **of_queries)
+    places = torch.arange(cos.shape[1], device=cos.device)
+    complete = ((places[-queries:] + 1) // ratio)[:, None]  # blocks of each query
+
+    def pick() -> Tensor:
+        key = keys.update_indexer(heads[:, :, -1])
+        count = max(
+            key.shape[1] // ratio, 1
+        )  # of one block at the least, which may be no whole one
+        behind = max(count * ratio - key.shape[1], 0)
+        whole = pad(key, (0, 0, 0, behind))[:, : count * ratio].unflatten(1, (count, ratio))
+        pooled = indexer.k_layernorm(whole.float().mean(2).to(key.dtype))[:, :, None]
+        of_blocks = {"cos": cos[:, : count * ratio : ratio], "sin": sin[:, : count * ratio : ratio]}
+        pooled = rotate(pooled, **of_blocks, unsqueeze_dim=2)[:, :, 0]
+        scores = torch.relu(query.float() @ pooled.float().transpose(1, 2)[:, None])
+        scores = scores.sum(2) / width**0.5
+        scores = scores.masked_fill(places[:count] >= complete, float("-inf"))
+        best = scores.topk(min(indexer.block_topk, count), -1).indices
+        return best.masked_fill(best >= complete, count)  # none
+
+    best = keys.pick(pick)
+    if not best.numel():  # of a run for the keys alone
+        return best
+    count = max(len(places) // ratio, 1)
+    blocks = best.new_zeros((rows, queries, count + 1), dtype=torch.bool).scatter(-1, best, True)
+    picked = blocks[..., :count].repeat_interleave(ratio, -1)[..., : len(places)]
+    picked = pad(picked, (0, len(places) - picked.shape[-1]))
+    return (picked | (places >= complete * ratio))[:, None]
 
 
 def _counts(usp: Shard, chains: StateChains, device: torch.device) -> Tensor:
