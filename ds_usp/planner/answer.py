@@ -15,7 +15,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner.degree_rule import RULE, rule_degrees
 from ds_usp.planner.emit import emit
 from ds_usp.planner.formulas import model_flop_per_token
-from ds_usp.planner.report import PLANS, Json, Shortage, Table, degree_columns, plan_row
+from ds_usp.planner.report import PLANS, Json, Table, degree_columns, plan_row, shortage
 from ds_usp.planner.search import (
     GIB,
     OUTCOMES,
@@ -204,15 +204,12 @@ def infeasibility(result: SearchResult) -> Sequence[str]:
             f"nor does host memory hold the {host / GIB:.1f} GiB that a GPU offloads: "
             f"{cluster.host_budget_bytes(result.gpus) / GIB:.1f} GiB a GPU"
         )
-    workspace = cluster.workspace_bytes
-    shortage = Shortage.of(
-        result.work,
-        closest.config,
-        closest.over_budget_bytes,
-        workspace,
-        result.framework,
-    )
-    return [*lines, *shortage.lines()]
+    return [*lines, *_shortage(result, closest)[1]]
+
+
+def _shortage(result: SearchResult, plan: Plan) -> tuple[Json, list[str]]:
+    workspace, lacking = result.cluster.workspace_bytes, plan.over_budget_bytes
+    return shortage(result.work, plan.config, lacking, workspace, result.framework)
 
 
 # ------------------------------------------------------------------ as text and as JSON
@@ -307,8 +304,5 @@ def answer_json(answer: Answer, top: int) -> Json:
         row = {"words": str(plan.config), **plan_row(result, plan)}
         return content | {"recommended": row, "twice": answer.twice, "lines": answer.lines}
     if closest := result.closest_to_fitting:
-        workspace = result.cluster.workspace_bytes
-        content["nearest"] = plan_row(result, closest)
-        lacking = closest.over_budget_bytes
-        content |= Shortage.of(work, closest.config, lacking, workspace, result.framework).row()
+        content |= {"nearest": plan_row(result, closest), **_shortage(result, closest)[0]}
     return content

@@ -29,8 +29,7 @@ from ds_usp.planner.parallel_config import (
 )
 from ds_usp.planner.search import GIB, STATED_ERROR, Plan, SearchResult
 from ds_usp.planner.traffic import (
-    AttentionBytes,
-    RecurrentBytes,
+    SentBytes,
     layer_traffic,
     stage_boundary_bytes,
     step_traffic,
@@ -295,7 +294,7 @@ def length_steps_text(
         )
         lacking = needs.total - budget_bytes
         if lacking > 0:
-            yield from Shortage.of(work, last.config, lacking, workspace_bytes, framework).lines()
+            yield from shortage(work, last.config, lacking, workspace_bytes, framework)[1]
         else:
             host = cluster.host_budget_bytes(last.config.gpus)
             yield (
@@ -322,39 +321,25 @@ def length_steps_text(
 def comm_json(
     work: Workload,
     config: ParallelConfig,
-    ranks: Sequence[AttentionBytes],
-    states: Sequence[RecurrentBytes],
+    ranks: Sequence[SentBytes],
+    states: Sequence[SentBytes],
 ) -> Json:
     """Bytes that attention sends by rank and layer, and layers that carry a state, exactly; of the
     other axes in the mean."""
     mean, step = layer_traffic(work, config), step_traffic(work, config)
-    rows = [
-        {
-            "rank": rank,
-            "forward_bytes": {
-                "all_to_all": sent.all_to_all_forward,
-                "ring_kv": sent.ring_kv_forward,
-            },
-            "backward_bytes": {
-                "all_to_all": sent.all_to_all_backward,
-                "ring_kv": sent.ring_kv_backward,
-                "ring_dkv": sent.ring_dkv_backward,
-            },
-            "ledger_bytes": sent.ledger(),
-            "total_bytes": sent.forward + sent.backward,
-        }
-        for rank, sent in enumerate(ranks)
-    ]
-    of_states = [
-        {
-            "rank": rank,
-            "forward_bytes": sent.forward,
-            "backward_bytes": sent.backward,
-            "ledger_bytes": sent.ledger(),
-            "total_bytes": sum(sent.ledger().values()),
-        }
-        for rank, sent in enumerate(states)
-    ]
+    rows, of_states = (
+        [
+            {
+                "rank": rank,
+                "forward_bytes": sent.forward,
+                "backward_bytes": sent.backward,
+                "ledger_bytes": sent.ledger(),
+                "total_bytes": sum(sent.ledger().values()),
+            }
+            for rank, sent in enumerate(each)
+        ]
+        for each in (ranks, states)
+    )
     return {
         "model": work.model.name,
         "seq_len": work.seq_len,
@@ -369,23 +354,14 @@ def comm_json(
     }
 
 
-_COMM: Mapping[str, str] = MappingProxyType(
-    {
-        "fwd all-to-all": "forward_bytes.all_to_all",
-        "fwd ring kv": "forward_bytes.ring_kv",
-        "bwd all-to-all": "backward_bytes.all_to_all",
-        "bwd ring kv": "backward_bytes.ring_kv",
-        "bwd ring dkv": "backward_bytes.ring_dkv",
+def _sent_table(rows: Sequence[Json]) -> Table:
+    """What ranks send, a column for each kind and direction, in MiB."""
+    columns = {
+        f"{short} {kind.replace('_', ' ')}": number(f"{way}_bytes.{kind}", MIB, 2)
+        for short, way in (("fwd", "forward"), ("bwd", "backward"))
+        for kind in rows[0][f"{way}_bytes"]
     }
-)
-_COMM_STATES: Mapping[str, str] = MappingProxyType(
-    {
-        "fwd states": "forward_bytes.states",
-        "fwd halo": "forward_bytes.halo",
-        "bwd states": "backward_bytes.states",
-        "bwd halo": "backward_bytes.halo",
-    }
-)
+    return Table(rows, {"rank": "{rank}", **columns, "all": number("total_bytes", MIB, 2)})
 
 
 def comm_text(content: Json) -> Iterator[object]:
@@ -395,15 +371,10 @@ def comm_text(content: Json) -> Iterator[object]:
         "{model}, {seq_len} tokens, tp {tp}, ulysses {ulysses} x ring {ring}: MiB that a rank "
         "sends in one layer for one micro batch"
     ).format_map(content)
-    rows = content["ranks"]
-    keys = {**_COMM, "all": "total_bytes"}
-    yield Table(rows, {"rank": "{rank}", **{t: number(key, MIB, 2) for t, key in keys.items()}})
+    yield _sent_table(content["ranks"])
     if "state_ranks" in content:
         yield "in one of the layers that carry a state instead"
-        columns = {
-            t: number(key, MIB, 2) for t, key in {**_COMM_STATES, "all": "total_bytes"}.items()
-        }
-        yield Table(content["state_ranks"], {"rank": "{rank}", **columns})
+        yield _sent_table(content["state_ranks"])
     if content["tp"] > 1:
         forward, backward = content["tp_forward_bytes"] / MIB, content["tp_backward_bytes"] / MIB
         yield f"tp: {forward:.2f} MiB forward, {backward:.2f} MiB backward"
@@ -451,36 +422,22 @@ PLANS: Mapping[str, Cell] = MappingProxyType(
 # ------------------------------------------------------------------ what would help
 
 
-class Shortage(NamedTuple):
-    """What a configuration lacks of a GPU's memory, and what would help.
-
-    Attributes:
-        lacking: bytes of a GPU.
-        changes: settings that save memory, with the bytes that each saves, the most helpful first.
-    """
-
-    lacking: float
-    changes: Sequence[tuple[str, float]]
-
-    @classmethod
-    def of(
-        cls,
-        work: Workload,
-        config: ParallelConfig,
-        lacking: float,
-        workspace_bytes: float,
-        framework: FrameworkCaps | None = None,
-    ) -> Shortage:
-        return cls(lacking, what_would_help(work, config, workspace_bytes, framework))
-
-    def row(self) -> Json:
-        changes = [{"change": text, "saves_bytes": round(saved)} for text, saved in self.changes]
-        return {"lacks_gib": self.lacking / GIB, "would_help": changes}
-
-    def lines(self) -> Iterator[str]:
-        for change, saved in self.changes:
-            enough = "enough" if saved >= self.lacking else "not enough alone"
-            yield f"would help: {change} saves {saved / GIB:.1f} GiB ({enough})"
+def shortage(
+    work: Workload,
+    config: ParallelConfig,
+    lacking: float,
+    workspace_bytes: float,
+    framework: FrameworkCaps | None = None,
+) -> tuple[Json, list[str]]:
+    """What a configuration lacks of a GPU's memory, and what would help, as JSON and as lines."""
+    changes = what_would_help(work, config, workspace_bytes, framework)
+    rows = [{"change": change, "saves_bytes": round(saved)} for change, saved in changes]
+    lines = [
+        f"would help: {change} saves {saved / GIB:.1f} GiB "
+        f"({'enough' if saved >= lacking else 'not enough alone'})"
+        for change, saved in changes
+    ]
+    return {"lacks_gib": lacking / GIB, "would_help": rows}, lines
 
 
 def what_would_help(

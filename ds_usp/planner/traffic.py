@@ -31,33 +31,15 @@ from ds_usp.planner.models import ModelShape, RecurrentMixer
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, exchanges_shards_again
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBytes:
+class SentBytes(NamedTuple):
     """What one rank sends in one layer for one micro batch, by the ledger's kinds."""
 
-    all_to_all_forward: int
-    all_to_all_backward: int
-    ring_kv_forward: int
-    ring_kv_backward: int
-    ring_dkv_backward: int
-
-    @property
-    def forward(self) -> int:
-        """All bytes sent forward."""
-        return self.all_to_all_forward + self.ring_kv_forward
-
-    @property
-    def backward(self) -> int:
-        """All bytes sent backward."""
-        return self.all_to_all_backward + self.ring_kv_backward + self.ring_dkv_backward
+    forward: Mapping[str, int]
+    backward: Mapping[str, int]
 
     def ledger(self) -> dict[str, int]:
         """Forward and backward together, as ``SequenceMesh.ledger`` counts; no zeros."""
-        sums = {
-            "all_to_all": self.all_to_all_forward + self.all_to_all_backward,
-            "ring_kv": self.ring_kv_forward + self.ring_kv_backward,
-            "ring_dkv": self.ring_dkv_backward,
-        }
+        sums = {kind: self.forward.get(kind, 0) + sent for kind, sent in self.backward.items()}
         return {kind: sent for kind, sent in sums.items() if sent}
 
 
@@ -68,7 +50,7 @@ def attention_bytes(
     layout: str = "zigzag",
     mask: MaskSpec | None = None,
     gradient_bytes: int = 0,
-) -> AttentionBytes:
+) -> SentBytes:
     """The bytes that one rank of the sequence-parallel group sends in a layer, as its ledger
     counts.
 
@@ -97,12 +79,13 @@ def attention_bytes(
     kv_begin, kv_end = heads.kv_range(ulysses_rank)
     token = 2 * (kv_end - kv_begin) * config.micro_batch * model.head_dim
     kv, dkv = token * config.param_bytes, token * (gradient_bytes or config.param_bytes)
-    return AttentionBytes(
-        all_to_all_forward=(to_heads + queries_to_sequence) * element,
-        all_to_all_backward=(to_sequence + queries_to_heads + again) * element,
-        ring_kv_forward=ring.sent * kv,
-        ring_kv_backward=ring.sent * kv,
-        ring_dkv_backward=ring.received * dkv,
+    return SentBytes(
+        {"all_to_all": (to_heads + queries_to_sequence) * element, "ring_kv": ring.sent * kv},
+        {
+            "all_to_all": (to_sequence + queries_to_heads + again) * element,
+            "ring_kv": ring.sent * kv,
+            "ring_dkv": ring.received * dkv,
+        },
     )
 
 
@@ -111,22 +94,9 @@ def layer_mask(model: ModelShape) -> MaskSpec:
     return MaskSpec.window(model.window - 1) if model.window else MaskSpec.causal()
 
 
-class RecurrentBytes(NamedTuple):
-    """What one rank sends in one layer that carries a state, for one micro batch, by the ledger's
-    kinds, ``states`` and ``halo``."""
-
-    forward: Mapping[str, int]
-    backward: Mapping[str, int]
-
-    def ledger(self) -> dict[str, int]:
-        """Forward and backward together, as ``SequenceMesh.ledger`` counts; no zeros."""
-        sums = {kind: sent + self.backward[kind] for kind, sent in self.forward.items()}
-        return {kind: sent for kind, sent in sums.items() if sent}
-
-
 def recurrent_bytes(
     work: Workload, config: ParallelConfig, rank: int, layout: str, mixer: RecurrentMixer
-) -> RecurrentBytes:
+) -> SentBytes:
     """The bytes that one rank of the sequence-parallel group sends for a recurrent mixer, as its
     ledger counts: of each piece the state and what acts on it, in fp32, to ranks with later pieces
     of its document; the tokens before a piece; backward the gradients of what it has received.
@@ -148,7 +118,7 @@ def recurrent_bytes(
         }
         for backward in (False, True)
     )
-    return RecurrentBytes(*passes)
+    return SentBytes(*passes)
 
 
 def _exchange(

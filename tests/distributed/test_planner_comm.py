@@ -15,7 +15,7 @@ from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.memory import keep_attention
 from ds_usp.planner.models import ModelShape, RecurrentMixer
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
-from ds_usp.planner.traffic import AttentionBytes, attention_bytes, layer_traffic, recurrent_bytes
+from ds_usp.planner.traffic import SentBytes, attention_bytes, layer_traffic, recurrent_bytes
 from ds_usp.recurrence.conv import causal_conv
 from ds_usp.recurrence.scan import PieceMap, Recurrence, affine_scan
 
@@ -56,9 +56,8 @@ def over(
     return forward, dict(mesh.ledger.bytes)
 
 
-def expected_ledgers(sent: AttentionBytes) -> tuple[LEDGER, LEDGER]:
-    forward = {"all_to_all": sent.all_to_all_forward, "ring_kv": sent.ring_kv_forward}
-    return {kind: size for kind, size in forward.items() if size}, sent.ledger()
+def expected_ledgers(sent: SentBytes) -> tuple[LEDGER, LEDGER]:
+    return {kind: size for kind, size in sent.forward.items() if size}, sent.ledger()
 
 
 def model(heads: int, kv_heads: int) -> ModelShape:

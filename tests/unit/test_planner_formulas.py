@@ -141,24 +141,24 @@ def test_the_closed_form_is_the_mean_of_the_ranks(ulysses, ring):
     )
     ranks = [attention_bytes(work, config, rank) for rank in range(config.sp)]
     mean = layer_traffic(work, config)
-    assert fmean(r.all_to_all_forward for r in ranks) == pytest.approx(mean.ulysses)
-    assert fmean(r.all_to_all_backward for r in ranks) == pytest.approx(mean.ulysses)
-    assert fmean(r.ring_kv_forward for r in ranks) == pytest.approx(mean.ring_forward)
-    backward = fmean(r.ring_kv_backward + r.ring_dkv_backward for r in ranks)
+    assert fmean(r.forward["all_to_all"] for r in ranks) == pytest.approx(mean.ulysses)
+    assert fmean(r.backward["all_to_all"] for r in ranks) == pytest.approx(mean.ulysses)
+    assert fmean(r.forward["ring_kv"] for r in ranks) == pytest.approx(mean.ring_forward)
+    backward = fmean(r.backward["ring_kv"] + r.backward["ring_dkv"] for r in ranks)
     assert backward == pytest.approx(mean.ring_backward)
     windowed = replace(work, model=replace(shape, window=96))
     for each in (work, windowed):
         sent = [attention_bytes(each, config, rank) for rank in range(config.sp)]
         busiest = layer_traffic(each, config).ring_busiest
-        assert max(r.ring_kv_forward for r in sent) == pytest.approx(busiest)
-        assert max(r.ring_dkv_backward for r in sent) == pytest.approx(busiest)
+        assert max(r.forward["ring_kv"] for r in sent) == pytest.approx(busiest)
+        assert max(r.backward["ring_dkv"] for r in sent) == pytest.approx(busiest)
 
 
 def test_fp32_gradients_of_the_ring_are_twice_as_many_bytes():
     work, config = Workload(SMALL, 256), ParallelConfig(ring=4)
     plain, wide = (attention_bytes(work, config, 1, gradient_bytes=size) for size in (2, 4))
-    assert wide.ring_dkv_backward == 2 * plain.ring_dkv_backward
-    assert wide.ring_kv_backward == plain.ring_kv_backward
+    assert wide.backward["ring_dkv"] == 2 * plain.backward["ring_dkv"]
+    assert wide.backward["ring_kv"] == plain.backward["ring_kv"]
 
 
 # ------------------------------------------------------------------ impossible cuts
