@@ -72,8 +72,7 @@ def _degrees(result: SearchResult, plan: Plan) -> Iterator[str]:
     if config.sp == 1:
         yield f"whole sequences: {RULE[0]}, and one holds it"
         return
-    per_node = result.cluster.gpus_per_node
-    of_rule = rule_degrees(config.sp, model.kv_heads, per_node, config.tp)
+    per_node, of_rule = result.cluster.gpus_per_node, _rule_of(result, plan)
     numbers = f"{config.sp} GPUs a sequence, {model.kv_heads} KV heads, {per_node} GPUs a node"
     if config.split == of_rule:
         yield f"{RULE[1]}, {RULE[2]} ({numbers})"
@@ -88,6 +87,11 @@ def _degrees(result: SearchResult, plan: Plan) -> Iterator[str]:
     elif result.fixed.keys() & {"ulysses", "ring"}:
         why = "is not what was asked for"
     yield f"{split}, which the rule takes ({numbers}), {why}"
+
+
+def _rule_of(result: SearchResult, plan: Plan) -> tuple[int, int]:
+    config, cluster = plan.config, result.cluster
+    return rule_degrees(config.sp, result.work.model.kv_heads, cluster.gpus_per_node, config.tp)
 
 
 def _preferred(result: SearchResult, plan: Plan, other: Plan) -> str:
@@ -107,7 +111,10 @@ def _alternatives(result: SearchResult, plan: Plan) -> Iterator[str]:
                 f"{large.over_budget_bytes / GIB:.1f} GiB too large"
             )
     found: dict[str, tuple[tuple[float, float], Plan]] = {}
+    rule = _rule_of(result, plan)
     for other in (*result.plans[1:], *result.best_with.values()):
+        if other.config.split == rule != plan.config.split:
+            continue  # the line about the rule has said it
         parts = other.config.parts()
         kinds = [kind for kind in {**own, **parts} if own.get(kind) != parts.get(kind)]
         key = len(kinds), -other.mfu
@@ -143,6 +150,9 @@ def _against(result: SearchResult, plan: Plan, other: Plan) -> str:
         return f"{speed if speed == 'as fast' else less}; taken is {reason}"
     own, others = (_component_seconds(result, x) for x in (plan, other))
     worst, more = max(((x, others[x] - own[x]) for x in own), key=lambda item: item[1])
+    if ratio < STATED_ERROR:
+        behind = other.time.total / result.fastest.time.total - 1
+        speed += f", and {behind:.1%} slower than the fastest"
     return f"{speed}: {more:.2f} s more for {_NAMES[worst]}"
 
 

@@ -111,6 +111,7 @@ _OVER_MEMORY = "too large for a GPU"
 _OVER_HOST = "offload beyond the host's memory"
 OUTCOMES = (WITHIN_ERROR, _SLOWER, _OVER_MEMORY, _OVER_HOST)
 _MAX_OVER_MEMORY = 8
+_LARGE_LOGITS = 1 / 8  # of a GPU's memory: a loss in chunks takes as long
 
 
 def search(
@@ -302,12 +303,14 @@ class _Collector:
         cluster, work, budget = result.cluster, result.work, result.budget_bytes
         shared = model_wide_bytes(work, config)
         needs = memory(work, config, cluster.workspace_bytes, shared)
-        if needs.total > budget and self._framework.can_chunk_loss(config):
+        large = shared.logits > _LARGE_LOGITS * budget
+        if (large or needs.total > budget) and self._framework.can_chunk_loss(config):
             chunked = config.replace(fused_loss=True)  # which takes as long
-            less = memory(work, chunked, cluster.workspace_bytes)
+            of_chunks = model_wide_bytes(work, chunked)
+            less = memory(work, chunked, cluster.workspace_bytes, of_chunks)
             if less.total < needs.total:
-                config, needs, cost = chunked, less, self._micro_batch(chunked)
-                shared = model_wide_bytes(work, config)
+                config, needs, shared = chunked, less, of_chunks
+                cost = self._micro_batch(chunked)
         slower = len(result.over_memory) == _MAX_OVER_MEMORY and bound <= result.over_memory[-1].mfu
         only_if_fits = slower and not self.exhaustive
         over_budget = needs.total - budget

@@ -156,7 +156,7 @@ def requests(count: int) -> Iterator[SearchResult]:
         model, gpus = load_model(draw.choice(models)), draw.choice([1, 2, 4, 8])
         length, batch = 1024 * 2 ** draw.randrange(2, 10), draw.choice([1, 1, 2])
         cluster, work = draw.choice(["h100", "h200", "a100"]), Workload(model, length, batch)
-        engines = ENGINES[:4] if work.model.is_plain and gpus <= 4 else ENGINES[:1]
+        engines = ENGINES[:4] if work.model.is_plain and gpus <= 2 else ENGINES[:1]
         yield search(load_cluster(cluster), work, gpus, framework_caps(draw.choice(engines)))
 
 
@@ -184,7 +184,7 @@ def test_two_hundred_random_requests_have_one_answer():
         with suppress(ConfigError):
             written = emit(found.framework.name, found.work, config)
         assert told.lines.startswith(written)
-        for top in (0, 1, 70):
+        for top in (0, 1, 7):
             text = "\n".join(map(str, answer_text(told, top, False)))
             counts = re.search(r"\n([\d,]+) configurations considered: ((?:.|\n(?!\n))+)", text)
             each = re.findall(r"(?:^|,\s)([\d,]+)\s(?=[a-zA-Z])", counts[2])

@@ -126,13 +126,13 @@ def test_less_room_more_tricks():
 
 
 def test_engines_are_kept():
-    for plan in find("llama-65b", 8192, 128, 64, how="megatron-deepspeed").plans:
+    for plan in find("llama-65b", 8192, 32, 32, how="megatron-deepspeed").plans:
         config = plan.config
         assert config.virtual_stages(load_model("65b")) == 1 and config.zero >= 1
         assert not config.offload_ratio or config.offload_unit == "layer"
         assert config.recompute != "attention-only" and not config.tp_sequence
         assert config.schedule == ("deepspeed" if config.pp > 1 else "1f1b")
-    for plan in find("llama-65b", 8192, 128, 64, how="megatron-lm").plans:
+    for plan in find("llama-65b", 8192, 32, 32, how="megatron-lm").plans:
         assert plan.config.zero <= 1 and not plan.config.offload_ratio
     with pytest.raises(ConfigError, match="no engine 'fsdp'; there are transformers"):
         framework_caps("fsdp")
