@@ -32,7 +32,7 @@ from ds_usp.comm.readings import Place, calling_modules, version_of
 from ds_usp.compat.models_on_shards import ENABLE, ShardLimits, calling_model
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import RealTokens, agreed_documents, local_positions
@@ -216,12 +216,14 @@ class _Pass:
 
     Args:
         real: this rank's tokens that are no padding, ``[b, s_local]``; None: all.
+        parents: of the documents of a tree.
         padding_masks: GPU tensors that its layers were given and that say the same; versions.
         masks: of its layers, by is_causal and sliding window.
     """
 
     documents: tuple[Borders, ...]
     real: Tensor | None = None
+    parents: tuple[Parents, ...] = ()
     padding_masks: list[tuple[Place, int]] = field(default_factory=list)
     masks: dict[tuple[bool, int | None], MaskSpec] = field(default_factory=dict)
 
@@ -229,7 +231,9 @@ class _Pass:
         mask = self.masks.get((is_causal, window))
         if mask is None:
             left, right = None if window is None else window - 1, 0 if is_causal else None
-            mask = self.masks[is_causal, window] = MaskSpec(left, right, self.documents)
+            mask = self.masks[is_causal, window] = MaskSpec(
+                left, right, self.documents, parents=self.parents
+            )
         return mask
 
     def check_padding(self, mask: Tensor | None) -> None:
@@ -253,7 +257,12 @@ class _Pass:
 
 
 class _FlashAttentionForward:
-    """The function that :func:`flash_attention_forward` returns."""
+    """The function that :func:`flash_attention_forward` returns.
+
+    Attributes:
+        tree: the mask of the tree that the next calls are of, until another is set; None: documents
+            are read. Positions are then those of the tree's tokens.
+    """
 
     def __init__(
         self,
@@ -265,6 +274,7 @@ class _FlashAttentionForward:
         towers: FlashAttentionForward | None,
     ) -> None:
         self._mesh, self._towers = mesh, towers
+        self.tree: MaskSpec | None = None
         self._equal_documents = equal_documents
         self._layout, self._kernel, self._tuning = layout, kernel, tuning
         # Of the model that a layer is of: its name and limits; None: of none of transformers'.
@@ -333,7 +343,10 @@ class _FlashAttentionForward:
             )
             _refuse(query_states, key_states, is_causal, dropout, sliding_window, deterministic)
             self._refuse_unknown(others)
-            if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            if self.tree is not None:
+                this = self._pass_of_tree(query_states, self.tree, position_ids)
+                this.check_padding(attention_mask)
+            elif cu_seq_lens_q is not None or cu_seq_lens_k is not None:
                 lengths = cu_seq_lens_q, cu_seq_lens_k
                 this = self._pass_of_lengths(query_states, lengths, attention_mask, position_ids)
             elif position_ids is not None:
@@ -395,6 +408,20 @@ class _FlashAttentionForward:
             raise DataError("cu_seq_lens_q and cu_seq_lens_k belong together: give both")
         tensors = [x for x in (*lengths, positions) if x is not None]
         return self._read_in_pass("lengths", q, tensors, lambda: self._read_lengths(q, tensors))
+
+    def _pass_of_tree(self, q: Tensor, tree: MaskSpec, positions: Tensor | None) -> _Pass:
+        def read() -> _Pass:
+            seq_len, degree = q.shape[1] * self._mesh.sp_degree, self._mesh.sp_degree
+            tree.check_length(seq_len, q.shape[0])
+            layout = self._mesh.layout(self._layout, seq_len)
+
+            def largest() -> list[int]:
+                return [max(layout.positions(rank, mask=tree)) + 1 for rank in range(degree)]
+
+            self._check_model(seq_len, largest)
+            return _Pass(tree.documents, parents=tree.parents)
+
+        return self._read_in_pass("tree", q, [] if positions is None else [positions], read)
 
     def _read_in_pass(
         self, kind: str, q: Tensor, tensors: Sequence[Tensor], read: Callable[[], _Pass]

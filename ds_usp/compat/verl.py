@@ -35,15 +35,21 @@ _WITHOUT = "Leave ring_degree out: verl's own sequence parallelism, or none, is 
 
 
 def _change_config(module: ModuleType) -> None:
-    """``ring_degree``, an argument of the config of FSDP engines: hydra makes one from the command
-    line, and verl sends it to workers. Where the plug-in is missing it is refused as unknown."""
+    """``ring_degree`` and ``share_prefixes``, arguments of the config of FSDP engines: hydra makes
+    one from the command line, and verl sends it to workers. Without the plug-in it is unknown."""
     config = module.FSDPEngineConfig
     init = config.__init__
 
     @wraps(init)
-    def initialize(self: Any, *args: Any, ring_degree: int | None = None, **fields: Any) -> None:
+    def initialize(
+        self: Any,
+        *args: Any,
+        ring_degree: int | None = None,
+        share_prefixes: bool = False,
+        **fields: Any,
+    ) -> None:
         init(self, *args, **fields)
-        self.ring_degree = ring_degree
+        self.ring_degree, self.share_prefixes = ring_degree, share_prefixes
 
     config.__init__ = initialize
 
@@ -51,6 +57,7 @@ def _change_config(module: ModuleType) -> None:
 def _change_engine(module: ModuleType) -> None:
     """A mesh over the ranks that share a sequence, and attention over it in the place of verl's."""
     from ds_usp.comm.mesh import SequenceMesh
+    from ds_usp.compat import verl_trees
     from ds_usp.compat.flash_attention_forward import flash_attention_forward
 
     engine, verl_models = module.FSDPEngine, import_module("verl.models.transformers.monkey_patch")
@@ -79,6 +86,12 @@ def _change_engine(module: ModuleType) -> None:
     def _init_device_mesh(self: Any) -> None:
         init_device_mesh(self)
         ring, sp = _ring_degree(self), self.ulysses_sequence_parallel_size
+        if _shares_prefixes(self) and (ring is None or sp == 1):
+            raise ConfigError(
+                f"share_prefixes=True with ring_degree={ring}, {_NAMES['sp']}={sp}: it is ds_usp's "
+                "attention that knows trees. Set ring_degree (1: Ulysses alone), and 2 ranks or "
+                "more"
+            )
         if ring is None:
             return
         _check_config(self.model_config.hf_config, self.engine_config.strategy, sp, ring)
@@ -100,6 +113,7 @@ def _change_engine(module: ModuleType) -> None:
         _check_model(model)
         return model
 
+    verl_trees.change_engine(module, _attention_of_trees)
     setattr(verl_models, _ATTENTION, attention)
     engine._init_device_mesh, engine._build_module = _init_device_mesh, _build_module
 
@@ -125,6 +139,14 @@ def _follow(context: Any, running: list[FlashAttentionForward | None]) -> None:
 def _ring_degree(engine: Any) -> int | None:
     # Engines that inherit from that of FSDP have configs of their own.
     return getattr(engine.engine_config, "ring_degree", None)
+
+
+def _shares_prefixes(engine: Any) -> bool:
+    return bool(getattr(engine.engine_config, "share_prefixes", False))
+
+
+def _attention_of_trees(engine: Any) -> Any:
+    return getattr(engine, _OURS, None) if _shares_prefixes(engine) else None
 
 
 def _check_config(model: Any, strategy: str, sp: int, ring: int) -> None:

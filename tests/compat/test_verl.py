@@ -109,7 +109,17 @@ def test_engines_compute_what_one_rank_does(models):
         ("actor", {"role": "ref", "sp": 4, "ring_degree": 2}),
         ("actor", ACTOR | {"sp": 4, "ring_degree": 2, "pad_to_length": True} | PADDED),
         ("actor", ACTOR | {"sp": 4, "ring_degree": 2, "fsdp_size": 2}),
+    ]
+    tree = {"sp": 4, "ring_degree": 2, "share_prefixes": True}
+    cases += [
+        ("actor", ACTOR | tree | {"ring_degree": 1}),
+        ("actor", ACTOR | tree | {"sp": 2}),
+        ("actor", ACTOR | tree | {"pad_to_length": True} | PADDED),
+        ("actor", {"role": "ref"} | tree),
+        ("critic", CRITIC | tree),
+        # Last: verl leaves its fused forward in the class.
         ("tied", ACTOR | {"sp": 4, "ring_degree": 2, "model": fused}),
+        ("tied", ACTOR | tree | {"model": fused}),
     ]
     compared(models, 4, alone, cases)
 
@@ -130,6 +140,7 @@ def test_engines_refuse(models):
         ("actor", ACTOR | ring | {"ring_degree": 3}, "does not divide"),
         ("actor", ACTOR | ring | {"model": eager}, "attn_implementation=eager"),
         ("actor", ACTOR | ring | {"strategy": "fsdp_turbo"}, "strategy=fsdp_turbo"),
+        ("actor", ACTOR | {"sp": 2, "share_prefixes": True}, "ring_degree=None"),
         ("mixed", ACTOR | ring, "falcon_h1: it has layers of kind hybrid"),
         ("most", ACTOR | {"sp": 2}, "num_attention_heads 3 must be divisible by ulysses_sp_size 2"),
     ]

@@ -29,7 +29,8 @@ from ds_usp.compat import flash_attention_forward as replaced
 HAS_VERL = find_spec("verl") is not None
 ON_GPU = torch.cuda.is_available()
 
-LENGTHS = ((3, 8), (5, 14), (4, 1), (2, 11), (7, 9), (6, 12)) * 2  # prompts and responses
+ALIKE = 18  # tokens with which the prompts of each three samples begin
+LENGTHS = ((21, 8), (23, 14), (22, 1), (20, 11), (25, 9), (24, 12)) * 2  # prompts and responses
 TRAINED = {**SIZES, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
 FP32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
 OUTPUTS = ("log_probs", "entropy", "values")
@@ -169,7 +170,10 @@ def batch_of(engine: Any, role: str) -> Any:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
     def ids(g: torch.Generator, prompt: int, response: int) -> Tensor:
-        return torch.randint(3, VOCAB, (prompt + response,), generator=g)
+        group = torch.Generator().manual_seed(1000 + g.initial_seed() // 3)
+        begin = torch.randint(3, VOCAB, (ALIKE,), generator=group)
+        rest = torch.randint(3, VOCAB, (prompt + response - ALIKE,), generator=g)
+        return torch.cat([begin, rest])
 
     def numbers(g: torch.Generator, _: int, response: int) -> Tensor:
         return torch.randn(response, generator=g)
@@ -256,6 +260,8 @@ def run_engines(_: Any, cases: list[tuple[Path, dict[str, Any]]]) -> list[Number
         try:
             engines.append(engine_of(folder, **settings))
             results.append(numbers_of(engines[-1], settings["role"]))
+            if settings.get("share_prefixes"):
+                assert engines[-1]._ds_usp_tree is not None, "no prefix was shared"
         except (ValueError, TypeError, AssertionError) as error:
             results.append(f"{type(error).__name__}: {error}")
     return results

@@ -30,6 +30,23 @@ class FSDPEngine:
         return model
 
 
+class FSDPEngineWithLMHead(FSDPEngine):
+    """Packs samples, and makes outputs of them again; here neither."""
+
+    def prepare_model_inputs(self, micro_batch):
+        raise NotImplementedError
+
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        raise NotImplementedError
+
+
+class FSDPEngineWithValueHead(FSDPEngineWithLMHead):
+    """Makes other outputs."""
+
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        raise NotImplementedError
+
+
 class EngineEvalModeCtx(BaseEngineCtx):
     """Without gradients."""
 
