@@ -188,7 +188,7 @@ class Shown:
 
 def settings_page() -> str:
     """The settings of all programs, from their rows."""
-    programs = "Of Megatron's programs, transformers' `enable` and the planner."
+    programs = "Megatron's programs, transformers' `enable` and the planner have these settings."
     return f"# Settings\n\n{programs}\n\n{table()}\n"
 
 
