@@ -141,7 +141,7 @@ def plot(rows: Iterable[Row], path: Path) -> None:
             rates[place] = max(rates.get(place, 0.0), c["tokens_per_s_per_gpu"])
     reached = Counter(place for rates in best.values() for place in rates)
     places = [place for place, programs in reached.items() if programs > 1] or list(reached)
-    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.9 * len(places)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(4.8, 0.8 + 0.9 * len(places)), layout="constrained")
     programs = sorted(best, key=lambda name: name != "ds_usp")
     height = 0.8 / len(programs)
     for index, name in enumerate(programs):
@@ -154,7 +154,8 @@ def plot(rows: Iterable[Row], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.set_title("tokens/s a GPU: Qwen3-8B whole, attention to all tokens, a training step")
+    # Narrow: its labels are read on a phone too.
+    axes.set_title("tokens/s a GPU: Qwen3-8B whole,\nattention to all tokens, a training step")
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path, metadata={"Date": None})
 
