@@ -34,7 +34,9 @@ from tiny_towers import TOWERS, build_with_tower
 from torch import Tensor, is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import GlmMoeDsaConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
 import ds_usp
 from ds_usp import MeshError
@@ -200,7 +202,13 @@ def picked_and_sent(ctx: RankContext) -> list[tuple[int, int, int]]:
         other = sum(int((have[k] != alone[k][:, places]).any(-1).sum()) for k in have)
         sent = mesh.ledger.bytes["kv_gather"]
         found.append((other, sent, 2 * 2 * 4 * (forward + backward)))
-    return found
+    # A key and what is compressed of each layer, and of one what is compressed for its indexer.
+    of_layers = (16 + 64) + (16 + 32)
+    mesh.ledger.bytes.clear()
+    with enable(build("deepseek_v4"), mesh) as enabled:
+        enabled.model(**batch).loss.backward()
+    expected = local * (of_layers + 64) * (ctx.world - 1) + (41 - local) * of_layers
+    return [*found, (0, mesh.ledger.bytes["kv_gather"], 2 * 4 * expected)]
 
 
 def test_picked_keys_are_those_of_one_process_and_latents_are_sent(pool):
@@ -245,6 +253,13 @@ def test_no_tensor_has_all_queries_and_all_keys(pool):
         assert whole >= 52 * 211 * 4  # scores of each head
         assert in_chunks <= max(64 * 211, whole / 6)  # keys have 64 channels
         assert bounded <= 2**16 / 4
+
+
+def test_chunks_count_the_latents_that_are_picked():
+    with torch.device("meta"):
+        layer = GlmMoeDsaAttention(GlmMoeDsaConfig(), 0)
+    assert query_chunks.bytes_of_query(layer, 8192, 2) == 2048 * (512 + 64) * 2
+    assert query_chunks.bytes_of_query(layer, 2**20, 2) == 2**20 * 32 * 4  # scores
 
 
 # ------------------------------------------------------------------ what is planted is seen

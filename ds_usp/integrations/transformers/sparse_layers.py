@@ -80,8 +80,14 @@ def _is_sparse(module: nn.Module) -> bool:
     return _is_any(kind, _CLASSES) and (any(owners) or getattr(module, "skip_topk", False))
 
 
-def _is_any(kind: type, names: frozenset[str]) -> bool:
-    return any(x.__name__ in names and is_of_transformers(x) for x in kind.__mro__)
+def _is_any(kind: Any, names: frozenset[str]) -> bool:
+    return not names.isdisjoint(_names_of(kind))
+
+
+@lru_cache(maxsize=1024)
+def _names_of(kind: Any) -> frozenset[str]:
+    """The names of a class and its bases that are transformers' own."""
+    return frozenset(base.__name__ for base in kind.__mro__ if is_of_transformers(base))
 
 
 def reason_against_layer(layer: nn.Module) -> str:
