@@ -171,17 +171,18 @@ class KVGradExchange:
         dk, dv = self._staged.views(self._shapes, tokens_first=True)
         return dk, dv
 
-    def post(self, number: int, grads: KVGrads) -> None:
+    def post(self, number: int, grads: KVGrads, *, overlapped: bool = True) -> None:
         """Send the gradients of a received block, and receive those of KV that this rank has
         sent."""
         transfer, self._in_flight = self._transfers[number], number
         if self._buffer_each:
             self._buffer = self._buffer.new_empty(transfer.num_grad_tokens, *self._row)
         remote = transfer.num_remote_tokens
-        is_staged, staging = self._staged is not None, self._staged
-        staging, self._staged = staging or self._acquire_staging(remote), None
-        dk, dv = [None if is_staged else grad.as_tensor_if_single() for grad in grads]
-        if dk is not None and dv is not None and dk.is_cuda and dk.dtype == dv.dtype == self._dtype:
+        dk = dv = None
+        if self._staged is None and self._buffer.is_cuda:
+            dk, dv = map(GradAccumulator.as_tensor_if_single, grads)
+        staging, self._staged = self._staged or self._acquire_staging(remote), None
+        if dk is not None and dv is not None and dk.dtype == dv.dtype == self._dtype:
             _pack_run(staging.tensor, (0, remote), dk, dv)
         else:
             views = staging.views(self._shapes, tokens_first=True)
@@ -191,7 +192,7 @@ class KVGradExchange:
             for grad, target in zip(grads, self._targets, strict=True):
                 grad.transfer_to(remote, target)
         recvs = _recvs(self._buffer, staging.tensor, transfer.grad_recvs)
-        self.channel.post(staging.tensor, transfer.grad_sends, recvs)
+        self.channel.post(staging.tensor, transfer.grad_sends, recvs, overlapped=overlapped)
 
     def wait(self) -> None:
         """Wait for the exchange in flight and sum what was received."""
@@ -201,7 +202,7 @@ class KVGradExchange:
         for (_, start, stop, _), span in zip(transfer.grad_recvs, transfer.grad_spans, strict=True):
             for target, grad in zip(self._targets, grads, strict=True):
                 target.add(
-                    grad[:, start:stop],
+                    grad if stop - start == grad.shape[1] else grad[:, start:stop],
                     [span],
                     sum_now=not self._buffer_each,
                     defer=self._buffer_each,
@@ -255,12 +256,11 @@ def _plan_run(run: Span, *tensors: tuple[tuple[int, ...], tuple[int, ...]]) -> P
 
 def _recvs(buffer: torch.Tensor, packed: torch.Tensor, rows: Sequence[RecvRows]) -> list[RecvSpec]:
     """Return the receives into rows of a dense buffer, from others' buffers like ``packed``."""
-    row = packed.stride(0)  # it is dense
-    return [
-        RecvSpec(rank, buffer, offset * row, 0, StridedView(size, (1,), start * row))
-        for rank, start, stop, offset in rows
-        for size in [((stop - start) * row,)]
-    ]
+    row, recvs = packed.stride(0), []  # it is dense
+    for rank, start, stop, offset in rows:
+        view = StridedView(((stop - start) * row,), (1,), start * row)
+        recvs.append(RecvSpec(rank, buffer, offset * row, 0, view))
+    return recvs
 
 
 def _num_features(k: torch.Tensor, v: torch.Tensor) -> int:

@@ -37,7 +37,7 @@ class Recorder:
         self, packed: object, sends: object, recvs: Sequence[RecvSpec], *, overlapped: bool
     ) -> None:
         assert not self.filling
-        self.filling = {memory_of(recv.target) for recv in recvs}
+        self.filling = {memory_of(recv.out) for recv in recvs}
         self.buffers |= self.filling
 
     def wait(self) -> None:
