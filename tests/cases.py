@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from harness import RankContext, WorkerPool
 from torch.utils.checkpoint import checkpoint
 
 import ds_usp
+from ds_usp import MaskSpec
 from ds_usp import testing as oracle
 from ds_usp.attention.tuning import AUTO_TUNING
 from ds_usp.geometry.layout import KINDS
@@ -65,6 +66,21 @@ def random_tree(draw: random.Random, tokens: int) -> tuple[tuple[int, int, int |
         depths.append(1 if parent is None else depths[parent] + 1)
         segments.append((start, min(tokens, start + draw.randint(1, longest)), parent))
     return tuple(segments)
+
+
+def tokens_by_document(documents: Any, rows: int, tokens: int) -> list[list[tuple[list[int], int]]]:
+    """Of each row of a batch and each of its documents the tokens that its last one has come
+    through, and how many of them are the document's own."""
+    mask = documents if isinstance(documents, MaskSpec) else MaskSpec.causal(documents)
+    borders, found = mask.documents or ((0, tokens),), []
+    for sample in range(rows) if len(borders) > 1 else [0] * rows:
+        paths = list[list[int]]()
+        for index, (first, last) in enumerate(pairwise(borders[sample])):
+            parent = mask.parents[sample][index] if mask.parents else -1
+            paths.append([*(paths[parent] if parent >= 0 else ()), *range(first, last)])
+        lengths = (b - a for a, b in pairwise(borders[sample]))
+        found.append(list(zip(paths, lengths, strict=True)))
+    return found
 
 
 def rectangles_of(

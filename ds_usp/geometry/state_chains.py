@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ds_usp.errors import LayoutError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents
 from ds_usp.geometry.segments import with_offsets
 
 # Chains of more pieces than this are folded by doubling: a map to every later rank costs
@@ -30,6 +30,8 @@ class Piece(NamedTuple):
         offset: of its first token in the rank's shard. Where rows differ in their documents they
             lie one after the other, as in ``x.flatten(0, 1)`` of ``x [rows, tokens]``.
         first, last: positions where its document begins and ends.
+        imports: a state comes in: its document begins before it, or goes on from a parent.
+        exports: its state goes to a later piece, of its document or a child of that.
     """
 
     rank: int
@@ -40,20 +42,12 @@ class Piece(NamedTuple):
     offset: int
     first: int
     last: int
+    imports: bool
+    exports: bool
 
     @property
     def length(self) -> int:
         return self.stop - self.start
-
-    @property
-    def imports(self) -> bool:
-        """A state comes in: the document begins before it."""
-        return self.start > self.first
-
-    @property
-    def exports(self) -> bool:
-        """Its state goes to a later piece."""
-        return self.stop < self.last
 
     def __str__(self) -> str:
         return f"{self.rank}[{self.start}:{self.stop}]"
@@ -88,11 +82,27 @@ class RankRound(NamedTuple):
 
     Attributes:
         moves: from or to its pieces.
+        sent: those of them that cross; of a map that several pieces of a rank take, one.
         crosses: some rank sends: all take part in an exchange.
     """
 
     moves: Round
+    sent: Round
     crosses: bool
+
+
+class Fold(NamedTuple):
+    """A step of what a rank folds where maps go directly.
+
+    Attributes:
+        piece: whose map it is.
+        before: the pieces whose states, summed, come into it.
+        goes_on: the state after it comes into a later step.
+    """
+
+    piece: Piece
+    before: tuple[Piece, ...]
+    goes_on: bool
 
 
 class Halo(NamedTuple):
@@ -133,6 +143,13 @@ class Halo(NamedTuple):
 #                 each state on to the next piece: log2 exchanges of a map a piece
 #
 # Who sends and who needs follow from one list of moves, so they cannot differ.
+#
+# In a tree a document's first piece has the last one of its parent before it, and so have all of
+# its siblings: the chains are paths to a root, and nothing else changes. Gradients go from the
+# leaves to the roots, and where a document branches those of its children are summed:
+#
+#     states     0[0:4] -> 1[4:6]     gradients    1[4:6] -> 0[0:4]
+#                       -> 1[6:9]                  1[6:9] ->
 @dataclass(frozen=True, eq=False)
 class StateChains:
     """The pieces of all ranks as chains. Make it with :func:`state_chains`.
@@ -142,12 +159,15 @@ class StateChains:
         documents: cumulative borders of each row, or of all rows.
         rows: of the batch.
         chains: by row and document; pieces in token order.
+        before: the pieces whose states, summed, come into each piece: one or none; where chains
+            are mirrored, of as many documents as go on from it. Each comes after those before it.
     """
 
     layout: TokenLayout
     documents: tuple[Borders, ...]
     rows: int
     chains: tuple[Chain, ...]
+    before: dict[Piece, tuple[Piece, ...]]
 
     @property
     def folded(self) -> bool:
@@ -161,8 +181,15 @@ class StateChains:
 
     @cached_property
     def longest(self) -> int:
-        """Pieces of the longest chain."""
-        return max(map(len, self.chains))
+        """Pieces of the longest chain, from a root to a leaf."""
+        return 1 + max(self._depths.values())
+
+    @cached_property
+    def _depths(self) -> dict[Piece, int]:
+        depths: dict[Piece, int] = {}
+        for piece, before in self.before.items():
+            depths[piece] = max((1 + depths[x] for x in before), default=0)
+        return depths
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Piece, ...], ...]:
@@ -173,10 +200,12 @@ class StateChains:
                 pieces[piece.rank].append(piece)
         return tuple(tuple(sorted(own, key=lambda piece: piece.offset)) for own in pieces)
 
-    @property
+    @cached_property
     def doubles(self) -> bool:
-        """States are folded by doubling."""
-        return self.longest > MAX_DIRECT_PIECES
+        """States are folded by doubling. Sums of several pieces' are not: a map would be of all
+        paths that lead to it."""
+        merges = any(len(before) > 1 for before in self.before.values())
+        return self.longest > MAX_DIRECT_PIECES and not merges
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
@@ -185,25 +214,27 @@ class StateChains:
         if self.longest == 1:
             return ()
         if not self.doubles:
-            return (_sorted(move for chain in self.chains for move in _direct(chain)),)
+            return (_sorted(_direct(self.before)),)
+        before = {piece: x[0] for piece, x in self.before.items() if x}
+        last = _sorted(Move(x, piece, False) for piece, x in before.items())
         rounds, step = [], 1
         while step < self.longest - 1:
-            pairs = [
-                Move(chain[i], chain[i + step], i >= step)
-                for chain in self.chains
-                for i in range(len(chain) - 1 - step)
-            ]
+            pairs = (
+                Move(x, piece, self._depths[x] >= step)
+                for piece, x in before.items()
+                if piece.exports
+            )
             rounds.append(_sorted(pairs))
+            before = {piece: before[x] for piece, x in before.items() if x in before}
             step *= 2
-        last = (Move(a, b, False) for chain in self.chains for a, b in pairwise(chain))
-        return (*rounds, _sorted(last))
+        return (*rounds, last)
 
     def rounds_of(self, rank: int) -> tuple[RankRound, ...]:
         """The rounds as one rank sees them."""
         return _rounds_of(self, rank)
 
-    def folds(self, rank: int) -> tuple[Chain, ...]:
-        """Return what a rank folds where maps go directly: chains up to their last piece there."""
+    def folds(self, rank: int) -> tuple[Fold, ...]:
+        """Return what a rank folds for its pieces where maps go directly, in order."""
         return _folds(self, rank)
 
     @cached_property
@@ -215,10 +246,20 @@ class StateChains:
         def mirror(piece: Piece) -> Piece:
             start, first = length - piece.stop, length - piece.last
             stop, last = length - piece.start, length - piece.first
-            return piece._replace(start=start, stop=stop, first=first, last=last)
+            imports, exports = piece.exports, piece.imports
+            return piece._replace(
+                start=start, stop=stop, first=first, last=last, imports=imports, exports=exports
+            )
 
-        chains = tuple(tuple(map(mirror, reversed(chain))) for chain in self.chains)
-        return replace(self, chains=chains)
+        mirrored = {piece: mirror(piece) for piece in self.before}
+        after: dict[Piece, tuple[Piece, ...]] = dict.fromkeys(reversed(mirrored.values()), ())
+        for piece, before in self.before.items():
+            for x in before:
+                after[mirrored[x]] += (mirrored[piece],)
+        chains = tuple(
+            tuple(mirrored[x] for x in reversed(chain)) for chain in reversed(self.chains)
+        )
+        return replace(self, chains=chains, before=after)
 
     def sent_bytes(
         self, rank: int, state: int, transition: int, itemsize: int = 4, *, backward: bool = False
@@ -231,7 +272,7 @@ class StateChains:
             backward: of the backward pass, which sends a gradient for all that was received.
         """
         elements = 0
-        for move in (move for moves in self.rounds for move in moves if move.crosses):
+        for move in (move for moves in self.rounds_of(rank) for move in moves.sent):
             if rank == (move.target.rank if backward else move.source.rank):
                 elements += state + (transition if move.transition else 0)
         return elements * self.rows_of_piece * itemsize
@@ -270,19 +311,25 @@ class StateChains:
 
 
 @lru_cache(maxsize=64)
-def state_chains(layout: TokenLayout, documents: tuple[Borders, ...], rows: int) -> StateChains:
+def state_chains(
+    layout: TokenLayout,
+    documents: tuple[Borders, ...],
+    rows: int,
+    parents: tuple[Parents, ...] = (),
+) -> StateChains:
     """The chains of a batch.
 
     Args:
         documents: as :class:`~ds_usp.geometry.masks.MaskSpec` keeps them: none, borders for all
             rows, or for each.
         rows: of the batch.
+        parents: of the documents, as of ``MaskSpec``: those whose states they begin with.
 
     Raises:
         LayoutError: a layout whose ranks do not hold runs of consecutive tokens.
         ConfigError: documents that are not of such a batch.
     """
-    MaskSpec.causal(documents).check_length(layout.seq_len, rows)
+    MaskSpec(None, 0, documents, parents=parents).check_length(layout.seq_len, rows)
     segments = (segment for rank in range(layout.degree) for segment in layout.segments(rank))
     stride = max((segment.stride for segment in segments if segment.length > 1), default=1)
     if stride > 1:
@@ -291,24 +338,30 @@ def state_chains(layout: TokenLayout, documents: tuple[Borders, ...], rows: int)
             "state from token to token needs runs of consecutive ones: use 'zigzag', 'contiguous' "
             "or 'balanced'"
         )
-    alike = tuple(dict.fromkeys(documents))
-    documents = alike if len(alike) < 2 else documents
-    lines: list[tuple[int | None, Borders]] = list(enumerate(documents))
-    if len(documents) < 2:
-        lines = [(None, documents[0] if documents else (0, layout.seq_len))]
-    chains: list[list[Piece]] = []
-    for row, borders in lines:
-        chains += _chains_of_row(layout, row, borders)
-    return StateChains(layout, documents, rows, tuple(map(tuple, chains)))
+    given = documents or ((0, layout.seq_len),)
+    lines = list(zip(given, parents or [(-1,) * (len(x) - 1) for x in given], strict=True))
+    lines = lines[:1] if len(set(lines)) == 1 else lines
+    chains, before = list[Chain](), dict[Piece, tuple[Piece, ...]]()
+    for row, (borders, of_row) in enumerate(lines):
+        own = _chains_of_row(layout, row if len(lines) > 1 else None, borders, of_row)
+        for chain, parent in zip(own, of_row, strict=True):
+            last = () if parent < 0 else own[parent][-1:]
+            for piece in chain:
+                before[piece], last = last, (piece,)
+        chains += own
+    documents = tuple(borders for borders, _ in lines) if documents else ()
+    return StateChains(layout, documents, rows, tuple(chains), before)
 
 
-def _chains_of_row(layout: TokenLayout, row: int | None, borders: Borders) -> list[list[Piece]]:
+def _chains_of_row(
+    layout: TokenLayout, row: int | None, borders: Borders, parents: Parents
+) -> list[Chain]:
     held = []  # (position, stop, rank, offset in the row's shard)
     for rank in range(layout.degree):
         for segment, offset in with_offsets(layout.segments(rank)):
             held.append((segment.start, segment.start + segment.length, rank, offset))
     chains: list[list[Piece]] = [[] for _ in borders[1:]]
-    document = 0
+    document, branching = 0, set(parents)
     for begin, end, rank, offset in sorted(held):
         start, skipped = begin, (row or 0) * layout.length(rank)
         while start < end:
@@ -316,18 +369,23 @@ def _chains_of_row(layout: TokenLayout, row: int | None, borders: Borders) -> li
                 document += 1
             first, last = borders[document : document + 2]
             stop, at = min(last, end), skipped + offset + start - begin
-            chains[document].append(Piece(rank, row, document, start, stop, at, first, last))
+            imports = start > first or parents[document] >= 0
+            exports = stop < last or document in branching
+            place = Piece(rank, row, document, start, stop, at, first, last, imports, exports)
+            chains[document].append(place)
             start = stop
-    return chains
+    return [tuple(chain) for chain in chains]
 
 
-def _direct(chain: Chain) -> Iterator[Move]:
+def _direct(before: dict[Piece, tuple[Piece, ...]]) -> Iterator[Move]:
     """Each piece's map to the last piece of every rank that has a later one."""
-    latest = {piece.rank: index for index, piece in enumerate(chain)}
-    for index, piece in enumerate(chain):
-        for last in latest.values():
-            if index < last:
-                yield Move(piece, chain[last], piece.imports)
+    latest: dict[Piece, dict[int, Piece]] = {piece: {} for piece in before}
+    for piece, pieces in reversed(before.items()):
+        for last in latest[piece].values():
+            yield Move(piece, last, piece.imports)
+        for x in pieces:
+            # What is visited first comes last.
+            latest[x] = {piece.rank: piece, **latest[piece], **latest[x]}
 
 
 def _sorted(moves: Iterator[Move] | list[Move]) -> Round:
@@ -341,22 +399,24 @@ def _sorted(moves: Iterator[Move] | list[Move]) -> Round:
 # By rank, as calls ask for it: a batch may have thousands of documents that are none of a rank's.
 @lru_cache(maxsize=64)
 def _rounds_of(chains: StateChains, rank: int) -> tuple[RankRound, ...]:
-    return tuple(
-        RankRound(
-            tuple(move for move in moves if rank in (move.source.rank, move.target.rank)),
-            any(move.crosses for move in moves),
-        )
-        for moves in chains.rounds
-    )
+    rounds = []
+    for moves in chains.rounds:
+        own = tuple(move for move in moves if rank in (move.source.rank, move.target.rank))
+        sent = {(move.source, move.target.rank): move for move in own if move.crosses}
+        crosses = any(move.crosses for move in moves)
+        rounds.append(RankRound(own, tuple(sent.values()), crosses))
+    return tuple(rounds)
 
 
 @lru_cache(maxsize=64)
-def _folds(chains: StateChains, rank: int) -> tuple[Chain, ...]:
-    lasts = [
-        (chain, max((i for i, piece in enumerate(chain) if piece.rank == rank), default=0))
-        for chain in chains.chains
-    ]
-    return tuple(chain[: last + 1] for chain, last in lasts if last > 0)
+def _folds(chains: StateChains, rank: int) -> tuple[Fold, ...]:
+    steps, sources = list[Fold](), set[Piece]()
+    for piece, before in reversed(chains.before.items()):
+        goes_on = piece in sources
+        if goes_on or (before and piece.rank == rank):
+            steps.append(Fold(piece, before, goes_on))
+            sources.update(before)
+    return tuple(reversed(steps))
 
 
 @lru_cache(maxsize=64)
@@ -366,20 +426,16 @@ def _halos(chains: StateChains, width: int) -> tuple[Halo, ...]:
     # each piece, which of those it is made of.
     sends: list[list[list[tuple[int, int]]]] = [[[] for _ in range(degree)] for _ in range(degree)]
     needs: dict[Piece, list[tuple[int, int]]] = {}  # (source, number among that source's)
-    for chain in chains.chains:
-        for index, piece in enumerate(chain):
-            own, end = [], piece.start
-            begin = max(piece.first, piece.start - width)
-            while end > begin:
-                index -= 1
-                source = chain[index]
-                start = max(begin, source.start)
-                span = source.offset + start - source.start, source.offset + end - source.start
-                spans = sends[source.rank][piece.rank]
-                own.append((source.rank, len(spans)))
-                spans.append(span)
-                end = start
-            needs[piece] = own[::-1]
+    for piece in chains.before:
+        own, missing, before = [], width, chains.before[piece]
+        while missing and before:
+            (source,) = before
+            taken, end = min(missing, source.length), source.offset + source.length
+            spans = sends[source.rank][piece.rank]
+            own.append((source.rank, len(spans)))
+            spans.append((end - taken, end))
+            missing, before = missing - taken, chains.before[source]
+        needs[piece] = own[::-1]
     crosses = any(source != piece.rank for piece, own in needs.items() for source, _ in own)
     return tuple(
         _halo_of_rank(chains, rank, width, sends, needs)._replace(crosses=crosses)

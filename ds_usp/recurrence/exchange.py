@@ -15,7 +15,7 @@ from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import format_documents, normalize_documents
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents, format_documents
 from ds_usp.geometry.state_chains import StateChains, state_chains
 from ds_usp.lowlevel import refuse_second_derivative
 
@@ -139,8 +139,8 @@ class ExchangeCall:
             shapes.append(f"{shape} {x.dtype}")
         if not rows:
             raise ConfigError(f"{self.name} needs a tensor with tokens, and rows; got {shapes}")
-        documents = normalize_documents(documents)
-        self.chains = state_chains(layout, documents, rows)
+        documents, parents = _documents_of(documents)
+        self.chains = state_chains(layout, documents, rows, parents)
         inputs = self._enter(tensors)
         if self.chains.folded:
             inputs = [
@@ -150,7 +150,7 @@ class ExchangeCall:
         fields: list[str | Signature] = [
             self.name,
             Signature((str(layout), layout.order), ((layout.kind, layout.seq_len),)),
-            format_documents(documents) if documents else "one document",
+            format_documents(documents, parents) if documents else "one document",
             f"of {', '.join(shapes)}",
             "with gradients" if self.needs_grad else "without gradients",
         ]
@@ -203,6 +203,17 @@ class ExchangeCall:
 def is_dim(dim: object) -> bool:
     """It is a whole number; whether a tensor has the dim is another check."""
     return isinstance(dim, int) and not isinstance(dim, bool)
+
+
+def _documents_of(given: Any) -> tuple[tuple[Borders, ...], tuple[Parents, ...]]:
+    """Documents and their parents; ConfigError for a mask that hides tokens before a token."""
+    mask = given if isinstance(given, MaskSpec) else MaskSpec.causal(given)
+    if mask != MaskSpec(None, 0, mask.documents, parents=mask.parents):
+        raise ConfigError(
+            f"documents={mask}, and a state has come through every token before it: give borders, "
+            "MaskSpec.causal(borders) or MaskSpec.tree(segments)"
+        )
+    return mask.documents, mask.parents
 
 
 def _fold_rows(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -138,7 +138,8 @@ def affine_scan(
         layout: where the tokens are, ``mesh.layout(kind, seq_len)``; any but ``striped``.
         documents: where the documents of a packed sequence begin, cumulative borders as of
             :class:`~ds_usp.MaskSpec`: ``()``, one list for all rows, or one for each. A state does
-            not go from one to the next. Padding is a document of its own.
+            not go from one to the next. Padding is a document of its own. Or a ``MaskSpec.tree``,
+            in which each segment begins with the state at the end of its parent.
         dims: of each tensor, the dim of its tokens; None: a parameter, which has none.
         out_dim: the dim of the output's tokens.
 
@@ -291,48 +292,51 @@ class Transfer:
         return self._by_doubling(known) if self.chains.doubles else self._directly(known)
 
     def _directly(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
-        got, states, rank = dict(known), dict[Piece, torch.Tensor](), self.call.mesh.rank
+        got, rank = known, self.call.mesh.rank
         for moves in self.chains.rounds_of(rank):
-            got |= {move.source: received for move, received in self._received(moves, known)}
-        for chain in self.chains.folds(rank):
-            before: Map | None = None
-            for piece in chain:
-                if piece.rank == rank and before is not None:
-                    states[piece] = before[1]
-                if piece is not chain[-1]:
-                    of_piece = got[piece]
-                    before = of_piece if before is None else self._compose(of_piece, before)
+            got = self._received(moves, known)
+        states, after = dict[Piece, torch.Tensor](), dict[Piece, torch.Tensor]()
+        for piece, before, goes_on in self.chains.folds(rank):
+            state = None
+            for x in before:
+                state = after[x] if state is None else state + after[x]
+            if piece.rank == rank and state is not None:
+                states[piece] = state
+            if goes_on:
+                own = got[piece]
+                after[piece] = own[1] if state is None else self._compose(own, (None, state))[1]
         return states
 
     def _by_doubling(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
-        *rounds, last = self.chains.rounds_of(self.call.mesh.rank)
+        rank = self.call.mesh.rank
+        *rounds, last = self.chains.rounds_of(rank)
         for moves in rounds:
-            composed = {
-                move.target: self._compose(known[move.target], received)
-                for move, received in self._received(moves, known)
+            got = self._received(moves, known)
+            known |= {
+                move.target: self._compose(known[move.target], got[move.source])
+                for move in moves.moves
+                if move.target.rank == rank
             }
-            known = known | composed
-        return {move.target: received[1] for move, received in self._received(last, known)}
+        got = self._received(last, known)
+        return {m.target: got[m.source][1] for m in last.moves if m.target.rank == rank}
 
     def _compose(self, later: Map, earlier: Map) -> Map:
         return self.recurrence.compose(later, earlier)
 
-    def _received(self, round_: RankRound, known: dict[Piece, Map]) -> list[tuple[Move, Map]]:
-        """What moves to this rank's pieces in a round, also from its own."""
+    def _received(self, round_: RankRound, known: dict[Piece, Map]) -> dict[Piece, Map]:
+        """The maps that this rank has after a round, which are its own too."""
         rank, degree = self.call.mesh.rank, self.chains.layout.degree
         rows = self.chains.rows_of_piece
-        here = [(move, known[move.source]) for move in round_.moves if not move.crosses]
+        here = dict(known)
         if not round_.crosses:
             return here
         shapes = [(rows, *self.recurrence.state_shape), (rows, *self.recurrence.transition_shape)]
         sizes = [prod(shape) for shape in shapes]
         parts, arriving = list[torch.Tensor](), list[Move]()
         sent, received = [0] * degree, [0] * degree
-        for move in round_.moves:
+        for move in round_.sent:
             source, target = move.source.rank, move.target.rank
             elements = sum(sizes[: 1 + move.transition])
-            if source == target:
-                continue
             if source == rank:
                 a, b = known[move.source]
                 parts += [b, a] if move.transition and a is not None else [b]
@@ -345,5 +349,5 @@ class Transfer:
         for move in arriving:
             b = next(chunks).view(shapes[0])
             a = next(chunks).view(shapes[1]) if move.transition else None
-            here.append((move, (a, b)))
+            here[move.source] = a, b
         return here

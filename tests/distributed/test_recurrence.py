@@ -8,21 +8,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import mesh_of
+from cases import mesh_of, tokens_by_document
 from harness import RankContext
 from torch.utils.checkpoint import checkpoint
 
 import ds_usp
-from ds_usp import PieceMap, PieceMaps, Recurrence, SequenceMesh, TokenLayout
+from ds_usp import MaskSpec, PieceMap, PieceMaps, Recurrence, SequenceMesh, TokenLayout
 from ds_usp.geometry import state_chains
-from ds_usp.geometry.masks import normalize_documents
 from ds_usp.geometry.state_chains import Piece
 from ds_usp.geometry.state_chains import state_chains as chains
 from ds_usp.recurrence import conv, exchange, scan
@@ -119,23 +117,18 @@ def convolve(x: torch.Tensor) -> torch.Tensor:
 
 
 def alone(kind: str, tensors: Tensors, x: torch.Tensor, documents: Any) -> Tensors:
-    """Scan and convolution of whole sequences, of each document by itself, in fp64."""
-    borders = normalize_documents(documents) or ((0, x.shape[2]),)
-    outs, convolved = [], []
-    for row in range(ROWS):
-        of_row = borders[row if len(borders) > 1 else 0]
-        for first, last in pairwise(of_row):
-            part = [y[row : row + 1].narrow(DIM[kind], first, last - first) for y in tensors]
-            outs.append(run_tokens(kind, part)[0])
-            convolved.append(convolve(x[row : row + 1, :, first:last]))
-    count = len(outs) // ROWS
-    if len(borders) > 1:
-        count = len(borders[0]) - 1
-
-    def rows_of(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-        return torch.cat([torch.cat(parts[:count], dim), torch.cat(parts[count:], dim)])
-
-    return rows_of(outs, DIM[kind]), rows_of(convolved, 2)
+    """Scan and convolution of whole sequences, of each document by itself, behind its ancestors, in
+    fp64."""
+    lines = []
+    for row, of_row in enumerate(tokens_by_document(documents, ROWS, x.shape[2])):
+        outs, convolved = [], []
+        for tokens, own in of_row:
+            whole = torch.tensor(tokens)
+            part = [y[row : row + 1].index_select(DIM[kind], whole) for y in tensors]
+            outs.append(run_tokens(kind, part)[0].narrow(DIM[kind], len(whole) - own, own))
+            convolved.append(convolve(x[row : row + 1, :, whole])[..., -own:])
+        lines.append((torch.cat(outs, DIM[kind]), torch.cat(convolved, 2)))
+    return [torch.cat(parts) for parts in zip(*lines, strict=True)]
 
 
 @contextlib.contextmanager
@@ -145,6 +138,29 @@ def direct_up_to(pieces: int) -> Iterator[None]:
     with mock.patch.object(state_chains, "MAX_DIRECT_PIECES", pieces):
         yield
     chains.cache_clear()
+
+
+def another_tree(fault: str, given: MaskSpec) -> MaskSpec:
+    """A tree whose documents go on from others than their parents."""
+    (parents,) = given.parents
+    instead = {
+        "nothing": lambda index, parent: -1,
+        "the document before": lambda index, parent: index - 1,
+        "a sibling": lambda index, parent: max(
+            [x for x in range(index) if parents[x] == parent >= 0], default=parent
+        ),
+    }[fault]
+    wrong = tuple(instead(index, parent) for index, parent in enumerate(parents))
+    return replace(given, parents=(wrong,))
+
+
+def twice(transfer: Any, own: Sequence[Piece], maps: PieceMaps) -> dict[Piece, torch.Tensor]:
+    """States of which a branch has all that its parent's document adds to it twice."""
+    states = _STATES(transfer, own, maps)
+    return {piece: s * (1 + (piece.start == piece.first)) for piece, s in states.items()}
+
+
+_STATES = scan.Transfer.states
 
 
 @contextlib.contextmanager
@@ -165,9 +181,18 @@ def planted(error: str) -> Iterator[None]:
             staticmethod(lambda ctx, grad: (grad.new_zeros(sum(ctx.sent)), *[None] * 4)),
         ),
     }
+    lost["a prefix twice"] = (scan.Transfer, "states", twice)
     with contextlib.ExitStack() as stack:
         if error in lost:
             stack.enter_context(mock.patch.object(*lost[error]))
+        what, _, fault = error.partition(" of ")
+        if fault:
+            call = {"a state": scan, "a halo": conv}[what]
+
+            def begin(*given: Any) -> exchange.ExchangeCall:
+                return exchange.ExchangeCall(*given[:-1], another_tree(fault, given[-1]))
+
+            stack.enter_context(mock.patch.object(call, "ExchangeCall", begin))
         if error == "A off by 1 %":
             whole = Recurrence.compose
             stack.enter_context(
@@ -224,14 +249,40 @@ def worst_error(
     return worst
 
 
+# A prompt and its answers, one of which branches again; segments of one token; and a second tree.
+_TREE = [
+    (0, 9, None),
+    (9, 10, 0),
+    (10, 17, 0),
+    (17, 18, 2),
+    (18, 24, 2),
+    (24, 25, 0),
+    (25, 29, None),
+]
 # Tokens and documents: whole; packed with documents of one token; other ones in each row; fewer
-# tokens than the convolution's halo on a rank.
+# tokens than the convolution's halo on a rank; trees.
 BATCHES: dict[str, tuple[int, Any]] = {
     "one document": (29, ()),
     "packed": (29, [0, 1, 2, 5, 23, 28, 29]),
     "rows": (29, [[0, 20, 29], [0, 3, 4, 29]]),
     "short": (9, ()),
     "short packed": (11, [0, 1, 9, 11]),
+    "tree": (29, MaskSpec.tree(_TREE)),
+    "trees": (
+        29,
+        MaskSpec.tree(
+            [
+                _TREE,
+                [
+                    (0, 20, None),
+                    (20, 21, 0),
+                    (21, 22, 1),
+                    *((n, n + 1, 2) for n in range(22, 27)),
+                    (27, 29, 0),
+                ],
+            ]
+        ),
+    ),
 }
 
 
@@ -243,7 +294,7 @@ def sweep(
         for layout_kind in layouts:
             if layout_kind != "balanced":
                 layout = mesh.layout(layout_kind, tokens)
-            elif name in ("packed", "short packed"):
+            elif name in ("packed", "short packed", "tree"):
                 layout = mesh.layout(layout_kind, tokens, documents)
             else:
                 continue
@@ -253,9 +304,10 @@ def sweep(
     for use in ("reentrant", "not reentrant"):
         errors[use] = worst_error(kind, layout, mesh, (), dtype, checkpointed=use)
     with direct_up_to(2):
-        tokens, documents = BATCHES["packed"]
-        layout = mesh.layout("context_parallel", tokens)
-        errors["doubling"] = worst_error(kind, layout, mesh, documents, dtype)
+        for name in ("packed", "tree"):
+            tokens, documents = BATCHES[name]
+            layout = mesh.layout("context_parallel", tokens)
+            errors[f"doubling {name}"] = worst_error(kind, layout, mesh, documents, dtype)
     return errors
 
 
@@ -270,11 +322,17 @@ def sweep(
 def test_a_scan_and_a_convolution_equal_the_loop_over_tokens(pool, kind, ulysses, dtype, layouts):
     options = {"kind": kind, "ulysses": ulysses, "dtype": dtype, "layouts": layouts}
     for errors in pool.run(sweep, WORLD, timeout=TIMEOUT_S, **options):
-        assert len(errors) == (21 if len(layouts) == 4 else 9), errors
+        assert len(errors) == (29 if len(layouts) == 4 else 12), errors
         assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
 PLANTED = ["no state", "no halo", "no backward exchange", "A off by 1 %"]
+IN_TREES = ["a prefix twice"]
+IN_TREES += [
+    f"{what} of {which}"
+    for what in ("a state", "a halo")
+    for which in ("nothing", "a sibling", "the document before")
+]
 
 
 def wrong(ctx: RankContext, doubling: bool) -> dict[str, float]:
@@ -285,15 +343,19 @@ def wrong(ctx: RankContext, doubling: bool) -> dict[str, float]:
             for error in PLANTED:
                 key = f"{kind}: {error}"
                 errors[key] = worst_error(kind, layout, mesh, (), torch.float32, error=error)
+        tree = BATCHES["tree"][1]
+        for error in IN_TREES:
+            errors[error] = worst_error("head", layout, mesh, tree, torch.float32, error=error)
     return errors
 
 
 @pytest.mark.parametrize("doubling", [False, True])
 def test_an_error_in_the_mechanism_is_seen(pool, doubling):
-    """Decays near 1 and chains of several pieces: what tests with others would not see."""
+    """Decays near 1 and chains of several pieces: what tests with others would not see. In trees
+    the state, or the tokens before, of another document than the parent."""
     by_rank = pool.run(wrong, WORLD, timeout=TIMEOUT_S, doubling=doubling)
     worst = {key: max(errors[key] for errors in by_rank) for key in by_rank[0]}
-    assert len(worst) == 12 and min(worst.values()) > 1e-4, worst
+    assert len(worst) == 19 and min(worst.values()) > 1e-4, worst
 
 
 def said(call: Callable[[], object]) -> str:
@@ -509,7 +571,8 @@ def ledger(ctx: RankContext, pieces: int, kind: str, documents: Any) -> tuple[li
     counted, said_by_formula = list[int](), list[int]()
     state, transition = recurrence_of(kind).state_shape, recurrence_of(kind).transition_shape
     with direct_up_to(pieces):
-        of_batch = chains(layout, normalize_documents(documents), ROWS)
+        mask = documents if isinstance(documents, MaskSpec) else MaskSpec.causal(documents)
+        of_batch = chains(layout, mask.documents, ROWS, mask.parents)
         local = [
             layout.shard(x, DIM[kind], ctx.rank) for x in inputs_of(kind, 29, torch.float32)[:3]
         ]
@@ -536,7 +599,7 @@ def ledger(ctx: RankContext, pieces: int, kind: str, documents: Any) -> tuple[li
     return counted, said_by_formula
 
 
-@pytest.mark.parametrize("documents", [BATCHES["packed"][1], BATCHES["rows"][1], ()])
+@pytest.mark.parametrize("documents", [BATCHES[x][1] for x in ("packed", "rows", "tree")])
 @pytest.mark.parametrize("pieces", [2, 8])
 def test_bytes_are_those_of_the_formula(pool, pieces, documents):
     options = {"pieces": pieces, "kind": "matrix", "documents": documents}

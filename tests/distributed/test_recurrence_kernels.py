@@ -12,19 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import mesh_of
+from cases import mesh_of, tokens_by_document
 from harness import RankContext
 
+from ds_usp import MaskSpec
 from ds_usp.geometry import state_chains
 from ds_usp.recurrence import kernels
 from ds_usp.recurrence.recurrences import delta_rule, lightning, mamba1, mamba2
 
 WORLD, TIMEOUT_S, TOKENS = 4, 60.0, 26
+_TREE = [(0, 9, None), (9, 10, 0), (10, 17, 0), (17, 18, 2), (18, 22, 2), (22, 26, None)]
 BATCHES: dict[str, tuple[int, Any]] = {
     "one document": (1, ()),
     "packed": (1, [0, 1, 2, 5, 21, 25, TOKENS]),
     "rows alike": (2, [0, 9, TOKENS]),
     "rows": (2, [[0, 20, TOKENS], [0, 3, 4, TOKENS]]),
+    "tree": (1, MaskSpec.tree(_TREE)),
+    "trees": (2, MaskSpec.tree([_TREE, [(0, 12, None), (12, 13, 0), (13, 26, 0)]])),
 }
 HEADS, KEY_HEADS, N, M = 4, 2, 3, 5
 SLOPE = torch.tensor([0.5, 0.1, 0.02, 0.0], dtype=torch.float64)
@@ -285,15 +289,12 @@ def worst_error(name: str, layout_kind: str, batch: str) -> float:
     leaves = [x.clone().requires_grad_() for x in given]
     lines = []
     for row in range(rows):
-        borders = documents if documents and isinstance(documents[0], int) else None
-        borders = borders or (documents[row] if documents else (0, TOKENS))
-        outs = [
-            alone(name, [
-                *(x[row : row + 1].narrow(dim, a, b - a) for x in leaves[:sharded]),
-                *leaves[sharded:],
-            ])
-            for a, b in pairwise(borders)
-        ]  # fmt: skip
+        outs = []
+        for tokens, count in tokens_by_document(documents, rows, TOKENS)[row]:
+            index = torch.tensor(tokens)
+            part = [x[row : row + 1].index_select(dim, index) for x in leaves[:sharded]]
+            out = alone(name, [*part, *leaves[sharded:]])
+            outs.append(out.narrow(dim, len(tokens) - count, count))
         lines.append(torch.cat(outs, dim))
     wanted = torch.cat(lines)
     dout = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(5), dtype=wanted.dtype)
@@ -316,12 +317,14 @@ def sweep(ctx: RankContext, name: str, planted: str) -> dict[str, float]:
     errors = {}
     with on_a_cpu(planted):
         for layout_kind in ("zigzag",) if planted else ("contiguous", "zigzag", "balanced"):
-            for batch in ("one document",) if planted else BATCHES:
-                if layout_kind != "balanced" or batch == "packed":
+            for batch in ("one document", "tree") if planted else BATCHES:
+                served = ("packed",) if layout_kind == "balanced" else list(BATCHES)[:4]
+                if layout_kind == "zigzag" or batch in served:
                     errors[f"{layout_kind}, {batch}"] = worst_error(name, layout_kind, batch)
         with mock.patch.object(state_chains, "MAX_DIRECT_PIECES", 2):
             state_chains.state_chains.cache_clear()
-            errors["doubling"] = worst_error(name, "zigzag", "one document")
+            for batch in ("one document", "tree"):
+                errors[f"doubling, {batch}"] = worst_error(name, "zigzag", batch)
         state_chains.state_chains.cache_clear()
     return errors
 
@@ -333,7 +336,7 @@ TOLERANCE = {"delta": 1e-6, "lightning": 1e-12, "mamba1": 1e-9, "mamba2": 1e-12}
 @pytest.mark.parametrize("name", TOLERANCE)
 def test_all_pieces_of_a_rank_go_through_a_library_s_kernel(pool, name):
     for errors in pool.run(sweep, WORLD, timeout=TIMEOUT_S, name=name, planted=""):
-        assert len(errors) == 10 and max(errors.values()) <= TOLERANCE[name], errors
+        assert len(errors) == 13 and max(errors.values()) <= TOLERANCE[name], errors
 
 
 @pytest.mark.parametrize("planted", ["A off by 1 %", "no gradient"])

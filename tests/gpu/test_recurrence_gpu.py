@@ -4,7 +4,6 @@ token; the error is at most 1.5 x that of the same kernel on one device."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -12,17 +11,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import tokens_by_document
 from gpu_ranks import needs_two, run_on_gpus
 from packaging.version import Version
 
-from ds_usp import SequenceMesh
+from ds_usp import MaskSpec, SequenceMesh
 from ds_usp.recurrence import kernels
 from ds_usp.recurrence.recurrences import delta_rule, lightning, mamba2
 
 pytestmark = [needs_two, pytest.mark.several_gpus]
 
 TOKENS = 714  # in no layout a multiple of the chunks of a kernel
-DOCUMENTS: tuple[Any, ...] = ((), (0, 1, 130, 131, 300, 700, TOKENS))
+_TREE = [
+    (0, 300, None),
+    (300, 301, 0),
+    (301, 500, 0),
+    (500, 520, 2),
+    (520, 700, 2),
+    (700, 714, None),
+]
+DOCUMENTS: tuple[Any, ...] = ((), (0, 1, 130, 131, 300, 700, TOKENS), MaskSpec.tree(_TREE))
 # As in scripts/bench/bench_recurrence.py, whose compiled kernels serve here. With keys of 64 Triton
 # 3.4 to 3.7.0 miscompile fla's on Hopper.
 KEY_HEADS, HEADS, DIM = 16, 32, 128
@@ -241,12 +249,12 @@ def _compare_kernels(rank: int, name: str) -> None:
         given = [x.bfloat16().to(device) for x in kind.make()]
         given[kind.sharded :] = [x.float() for x in given[kind.sharded :]]
         dout = torch.randn_like(given[kind.like])
-        borders = documents or (0, TOKENS)
-        exact = partial(_each_document, kind, kind.exact, borders)
+        (paths,) = tokens_by_document(documents, 1, TOKENS)
+        exact = partial(_each_document, kind, kind.exact, paths)
         truth = _grads(exact, [x.double() for x in given], dout.double())
         for label, kernel in kind.kernels().items():
             by_kernel = partial(kind.alone, kernel)
-            alone = partial(_each_document, kind, lambda x, f=by_kernel: f(*x), borders)
+            alone = partial(_each_document, kind, lambda x, f=by_kernel: f(*x), paths)
             allowed = _errors(_grads(alone, given, dout), truth)
             for layout_kind in ("contiguous", "zigzag"):
                 layout = mesh.layout(layout_kind, TOKENS)
@@ -263,7 +271,8 @@ def _compare_kernels(rank: int, name: str) -> None:
                 parts = [shard(x) if i <= kind.sharded else x for i, x in enumerate(truth)]
                 errors = _errors(got, parts)
                 for what, (error, limit) in enumerate(zip(errors, allowed, strict=True)):
-                    case = f"{name}, {label}, {layout_kind}, {len(borders) - 1} documents"
+                    parts = "segments" if isinstance(documents, MaskSpec) else "documents"
+                    case = f"{name}, {label}, {layout_kind}, {len(paths)} {parts}"
                     line = f"{case}, {what}: error {error:.2e}, one device {limit:.2e}"
                     if not (error <= 1.5 * max(limit, SUMS) and limit < 0.1):
                         failures.append(line)
@@ -275,12 +284,18 @@ def _compare_kernels(rank: int, name: str) -> None:
 
 
 def _each_document(
-    kind: Kind, run: Callable[[Tensors], torch.Tensor], borders: Sequence[int], tensors: Tensors
+    kind: Kind,
+    run: Callable[[Tensors], torch.Tensor],
+    paths: Sequence[tuple[list[int], int]],
+    tensors: Tensors,
 ) -> torch.Tensor:
+    """By itself behind its ancestors."""
     outs = []
-    for start, stop in pairwise(borders):
-        sharded = [x.narrow(kind.dim, start, stop - start) for x in tensors[: kind.sharded]]
-        outs.append(run([*sharded, *tensors[kind.sharded :]]))
+    for path, own in paths:
+        index = torch.tensor(path, device=tensors[0].device)
+        sharded = [x.index_select(kind.dim, index) for x in tensors[: kind.sharded]]
+        out = run([*sharded, *tensors[kind.sharded :]])
+        outs.append(out.narrow(kind.dim, len(path) - own, own))
     return torch.cat(outs, kind.dim)
 
 

@@ -19,8 +19,10 @@ from hf_trainer_runs import (
     tiny_model,
     tokenizer,
 )
-from model_runs import BOUND, IGNORED, Result, mean_gradients, take_gradients
+from model_runs import BOUND, IGNORED, MESHES, Result, mean_gradients, take_gradients
 from rl_runs import run_rl, saved_reference
+from test_recurrent_layers import FUNCTIONS, OTHERS
+from test_recurrent_layers import build as with_long_memory
 from test_rl import same_logs
 from test_trainer import assert_same, assert_same_logs
 from tiny_models import VOCAB, build
@@ -28,11 +30,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
+import ds_usp
 from ds_usp.integrations.transformers import enable
 from ds_usp.training import PrefixTree
 from ds_usp.training.prefix_tree import SharedPrefixes
 
 FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+# Their windows are in the sweep of all types.
+STATES = sorted({*FUNCTIONS, *OTHERS} - {"qwen3_next", "nemotron_h", "lfm3", "recurrent_gemma"})
 # Of each the mesh, the layout, what else is asked of enable, and how losses are averaged.
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
     (
@@ -136,6 +141,48 @@ def test_models_of_a_tree_are_those_of_separate_rows(pool):
     errors = {name: x for each in pool.run(models_as_trees, 4) for name, x in each.items()}
     assert len(errors) == len(CASES)
     assert max(errors.values()) < BOUND, errors
+
+
+def tree_case(ctx: RankContext, model_type: str) -> dict[str, float | str]:
+    """How a type fares with a tree on two ranks, by mesh: its error, or why it is refused."""
+    model, outcomes = build(model_type), dict[str, float | str]()
+    want = separate_rows(model, train_on_prompt=True)
+    batch = PrefixTree(train_on_prompt=True)(examples())
+    for name, ulysses in MESHES.items():
+        try:
+            with enable(model, mesh_of(ulysses), logits="whole"):
+                outcomes[name] = as_a_tree(model, batch).error(want)
+        except ds_usp.USPError as refusal:
+            outcomes[name] = str(refusal)
+            take_gradients(model)
+    return outcomes
+
+
+def tree_at_splits(ctx: RankContext, model_type: str) -> dict[str, float]:
+    """Errors by layout and mesh. Rank 0 has the reference."""
+    model, errors = with_long_memory(model_type), {}
+    want = separate_rows(model, train_on_prompt=True) if ctx.rank == 0 else None
+    batch = PrefixTree(train_on_prompt=True)(examples())
+    for ulysses, layout in ((4, "contiguous"), (2, "zigzag"), (1, "balanced"), (1, "zigzag")):
+        options = {"recompute": "full"} if layout == "balanced" else {}
+        with enable(model, mesh_of(ulysses), layout=layout, logits="whole", **options):
+            have = as_a_tree(model, batch)
+        if want is not None:
+            errors[f"ulysses {ulysses}, {layout}"] = have.error(want)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_next",
+        "nemotron_h",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in STATES),
+    ],
+)
+def test_states_of_a_tree_are_those_of_separate_rows(pool, model_type):
+    errors = pool.run(tree_at_splits, 4, model_type=model_type)[0]
+    assert len(errors) == 4 and max(errors.values()) < BOUND, errors
 
 
 # ------------------------------------------------------------------ trainers

@@ -892,11 +892,6 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: run(headed("ForSequenceClassification")(), in_tree()),
         lambda: run(headed("ForSequenceClassification")(), {"input_ids": IDS}),
     ),
-    "shared prefixes with a state": (
-        "goes on in one branch only",
-        lambda: run(build("lfm2"), share_prefixes=True),
-        lambda: run(build("lfm2")),
-    ),
     "a tree with a loss of routers": (
         "leave output_router_logits out",
         lambda: run(build("mixtral"), in_tree(output_router_logits=True)),
@@ -998,8 +993,8 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
 }
 # Of layers that carry a state, in transformers that has them as they are served.
 OF_STATES = ("another kind of layers", "a layout without neighbours")
-OF_STATES += ("documents from another position", "shared prefixes with a state")
-OF_STATES += ("a cache of states", "a document that begins later", "documents of recurrent_gemma")
+OF_STATES += ("documents from another position", "a cache of states")
+OF_STATES += ("a document that begins later", "documents of recurrent_gemma")
 
 # The rows of the page's table, by the left cell: the cases above that do what the right cell says,
 # or the test that does, where that takes a trainer or several ranks.
@@ -1029,7 +1024,6 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "`tree` or `share_prefixes` in layers": (
         "a tree in layers with a window",
         "a tree in layers that see later tokens",
-        "shared prefixes with a state",
         "a tree beside images",
         "a tree in a head of whole rows",
         "a tree with a loss of routers",

@@ -4,19 +4,20 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from cases import random_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 from test_layout import MESHES
 
-from ds_usp import ConfigError, LayoutError, TokenLayout
-from ds_usp.geometry.masks import normalize_documents
+from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout
 from ds_usp.geometry.state_chains import MAX_DIRECT_PIECES, Piece, StateChains, state_chains
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> StateChains:
-    """Chains of any layout of consecutive tokens, with the documents of all rows or of each."""
+def batches(draw: st.DrawFn) -> tuple[StateChains, dict[Piece, list[Piece]]]:
+    """Chains of any layout of consecutive tokens, with the documents or trees of all rows or of
+    each; and what the state before each piece has come through."""
     ulysses, ring = draw(st.sampled_from(MESHES))
     tokens = 2 * ulysses * ring + draw(st.integers(0, 40))
     kind = draw(st.sampled_from(["contiguous", "zigzag", "context_parallel", "balanced"]))
@@ -32,7 +33,19 @@ def batches(draw: st.DrawFn) -> StateChains:
     )
     if kind != "balanced":
         documents = draw(st.sampled_from([(), documents, [borders() for _ in range(rows)]]))
-    return state_chains(layout, normalize_documents(documents), rows)
+    mask = MaskSpec.causal(documents)
+    if draw(st.booleans()):
+        count = 1 if kind == "balanced" else draw(st.sampled_from([1, rows]))
+        mask = MaskSpec.tree([random_tree(draw(st.randoms()), tokens) for _ in range(count)])
+    chains = state_chains(layout, mask.documents, rows, mask.parents)
+    ends, through = dict[tuple[int, int], list[Piece]](), dict[Piece, list[Piece]]()
+    for chain in chains.chains:
+        row, document = chain[0].row or 0, chain[0].document
+        parent = mask.parents[row][document] if mask.parents else -1
+        pieces = [*ends.get((row, parent), []), *chain]
+        through |= {p: pieces[: len(pieces) - len(chain) + i] for i, p in enumerate(chain)}
+        ends[row, document] = pieces
+    return chains, through
 
 
 def documents_of(chains: StateChains) -> list[list[tuple[int, int]]]:
@@ -43,14 +56,15 @@ def documents_of(chains: StateChains) -> list[list[tuple[int, int]]]:
 
 @given(batches())
 @examples(100)
-def test_every_token_is_in_one_piece_and_chains_are_documents(chains):
-    layout, seen = chains.layout, set()
+def test_every_token_is_in_one_piece_and_chains_are_documents(batch):
+    (chains, through), seen = batch, set()
+    layout, sources = chains.layout, {p for before in through.values() for p in before}
     for chain in chains.chains:
         rows = range(chains.rows) if chain[0].row is None else [chain[0].row]
         assert (chain[0].start, chain[-1].stop) == (chain[0].first, chain[0].last)
         assert all(a.stop == b.start for a, b in pairwise(chain))
-        assert [p.imports for p in chain] == [False] + [True] * (len(chain) - 1)
-        assert [p.exports for p in chain] == [True] * (len(chain) - 1) + [False]
+        assert [p.imports for p in chain] == [bool(through[p]) for p in chain]
+        assert [p.exports for p in chain] == [p in sources for p in chain]
         for row in rows:
             assert (chain[0].first, chain[0].last) in documents_of(chains)[row]
         for piece in chain:
@@ -67,11 +81,12 @@ def test_every_token_is_in_one_piece_and_chains_are_documents(chains):
 
 @given(batches())
 @examples(100)
-def test_rounds_bring_each_piece_the_pieces_before_it(chains):
-    """Maps as the sets of pieces that they are of; without A, all from the document's begin."""
-    before: dict[Piece, set[Piece]] = {p: set() for chain in chains.chains for p in chain}
-    wanted = {p: set(chain[:i]) for chain in chains.chains for i, p in enumerate(chain)}
-    place = {p: i for chain in chains.chains for i, p in enumerate(chain)}
+def test_rounds_bring_each_piece_the_pieces_before_it(batch):
+    """Maps as the sets of pieces that they are of; without A, all from the root's begin."""
+    chains, through = batch
+    before: dict[Piece, set[Piece]] = {p: set() for p in through}
+    wanted = {p: set(pieces) for p, pieces in through.items()}
+    place = {p: len(pieces) for p, pieces in through.items()}
     maps = {p: {p} for p in before if p.exports}
     for number, moves in enumerate(chains.rounds):
         arriving = [(move, maps[move.source]) for move in moves]
@@ -89,12 +104,23 @@ def test_rounds_bring_each_piece_the_pieces_before_it(chains):
                 for p in later:
                     before[p] |= pieces if p == move.target or not chains.doubles else set()
     assert before == wanted
+    assert chains.longest == 1 + max(place.values())
+    # Back along the same ways: each piece has the sums of all that it goes on to.
+    mirrored, back = chains.mirrored, dict[Piece, set[Piece]]()
+    for piece, pieces in mirrored.before.items():
+        back[piece] = set().union(pieces, *(back[p] for p in pieces))
+    length = chains.layout.seq_len
+    for piece, (own, later) in zip(reversed(through), back.items(), strict=True):
+        assert (own.rank, own.offset, own.start) == (piece.rank, piece.offset, length - piece.stop)
+        assert len(later) == sum(piece in pieces for pieces in through.values())
+        assert (own.imports, own.exports) == (piece.exports, piece.imports)
     assert chains.doubles == (chains.longest > MAX_DIRECT_PIECES)
 
 
 @given(batches(), st.integers(0, 5))
 @examples(100)
-def test_halos_are_the_tokens_before_each_piece(chains, width):
+def test_halos_are_the_tokens_before_each_piece(batch, width):
+    chains, through = batch
     layout, ranks = chains.layout, range(chains.layout.degree)
     halos = [chains.halo(rank, width) for rank in ranks]
     crosses = False
@@ -117,7 +143,8 @@ def test_halos_are_the_tokens_before_each_piece(chains, width):
             assert head[0] == first
             assert sum(halo.lengths[slice(*head)]) == min(width, piece.length)
             found = [received[i] for begin, end in spans for i in range(begin, end)]
-            positions = range(max(piece.first, piece.start - width), piece.start)
+            positions = [x for p in through[piece] for x in range(p.start, p.stop)]
+            positions = positions[max(0, len(positions) - width) :]
             assert found == [(piece.row or 0, position) for position in positions]
             crosses |= any(i not in layout.positions(rank) for i in positions)
     assert all(halo.crosses == crosses for halo in halos)

@@ -174,7 +174,7 @@ def enable(
             if whole_head:
                 refusals.check_whole_head(inner, options)
             if options.share_prefixes:
-                refusals.check_tree(inner, whole_head, recurrent_layers(inner), routers=False)
+                refusals.check_tree(inner, whole_head, routers=False)
         register()
         enabled = EnabledModel(model, inner, mesh, options)
     except Exception:
@@ -388,12 +388,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
             batch.check_tokens(embeddings, targets, outputs)
             if batch.packing.parents:
-                refusals.check_tree(
-                    self._inner,
-                    at_text,
-                    self._recurrent.layers,
-                    self._asks_for_router_logits(arguments),
-                )
+                refusals.check_tree(self._inner, at_text, self._asks_for_router_logits(arguments))
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):

@@ -225,5 +225,6 @@ def _run_row(name: str, row: Row, original: Any, *args: Any, **kwargs: Any) -> A
         raise ConfigError(f"{name} of a recurrent layer runs outside of the layer's forward")
     call.ran.add(name)
     shard = call.shard
-    place = {"mesh": shard.call.mesh, "layout": shard.layout, "documents": shard.packing.documents}
+    documents = shard.packing.causal_mask
+    place = {"mesh": shard.call.mesh, "layout": shard.layout, "documents": documents}
     return row.run(place, original, *args, **kwargs)

@@ -272,9 +272,10 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
     positions, mask = (batch.arguments.get(x) for x in ("position_ids", "attention_mask"))
     counted = None if positions is None else positions.tolist()
     documents = batch.documents or ((0, batch.seq_len),) * batch.size
-    for row, borders in enumerate(documents):
-        for start in borders[:-1]:
-            if mask is not None and not mask[row, start]:  # padding
+    parents = batch.packing.parents or [(-1,) * len(borders) for borders in documents]
+    for row, (borders, of_row) in enumerate(zip(documents, parents, strict=True)):
+        for start, parent in zip(borders[:-1], of_row, strict=False):
+            if parent >= 0 or (mask is not None and not mask[row, start]):  # a branch, padding
                 continue
             first = start if counted is None else counted[row % len(counted)][start]
             if first:
@@ -348,21 +349,16 @@ def check_query_chunks(model: PreTrainedModel, options: Options) -> None:
         )
 
 
-def check_tree(
-    model: PreTrainedModel, at_text: bool, recurrent: Iterable[Any], routers: bool
-) -> None:
+def check_tree(model: PreTrainedModel, at_text: bool, routers: bool) -> None:
     """UnsupportedAttentionError for what would be other numbers of a tree of shared prefixes than
     of a row for each of its branches.
 
     Args:
         at_text: the model is given whole arguments, and its text model shards.
-        recurrent: its layers that carry a state.
         routers: a loss of routers is asked for.
     """
     reason = ""
-    if any(recurrent):
-        reason = "carries a state from token to token, which goes on in one branch only"
-    elif any(sparse_layers(model)):
+    if any(sparse_layers(model)):
         reason = "picks keys by an indexer, which is tried with documents and not with trees"
     elif gathered_layers(model):
         reason = "computes attention itself, by masks that know documents and not trees"
