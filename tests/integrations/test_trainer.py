@@ -38,6 +38,7 @@ from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import attach, enable, replicate_batches, share_batches
 from ds_usp.integrations.transformers.model import find_enabled
 from ds_usp.integrations.transformers.run import main as run_unedited
+from ds_usp.integrations.transformers.whole_arguments import RowsAsTree
 from ds_usp.training import prepare_deepspeed
 
 PAGE = Path(ds_usp.__file__).parents[1] / "docs" / "usage" / "transformers.md"
@@ -774,6 +775,7 @@ def run_program(ctx: RankContext, arguments: list[str], folder: str, sharded: bo
     with (
         restored_environment(),
         mock.patch.object(sys, "argv", words),
+        mock.patch.object(RowsAsTree, "read", side_effect=RowsAsTree.read) as as_tree,
         contextlib.suppress(SystemExit),
     ):
         try:
@@ -784,6 +786,7 @@ def run_program(ctx: RankContext, arguments: list[str], folder: str, sharded: bo
                 exec(compile(PROGRAM, str(path), "exec"), {"__name__": "__main__"})
         except ds_usp.USPError as error:
             return str(error)
+    assert as_tree.called == ("--usp-share-prefixes" in words)
     return json.loads(out.read_text())
 
 
@@ -791,6 +794,7 @@ def test_an_unedited_program_trains_as_on_one_process(pool, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     (want,) = pool.run(run_program, 1, arguments=["1", "yes"], folder=str(tmp_path), sharded=False)
     flags = ["--ulysses-degree", "2", "--sequence-parallel-size", "2", "--usp-loss-chunks", "2"]
+    flags += ["--usp-share-prefixes"]
     for losses in pool.run(
         run_program, 4, arguments=[*flags, "2", "yes"], folder=str(tmp_path), sharded=True
     ):

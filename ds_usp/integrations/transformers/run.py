@@ -27,7 +27,7 @@ from transformers import Trainer
 
 import ds_usp
 from ds_usp.errors import ConfigError
-from ds_usp.integrations.transformers.model import enable, find_enabled
+from ds_usp.integrations.transformers.model import find_enabled
 from ds_usp.integrations.transformers.refusals import find_model
 from ds_usp.integrations.transformers.trainer import attach
 from ds_usp.settings import Integer, add_settings, settings_of
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not program:
         parser.error("no program to run")
     options = {row.name: getattr(flags, row.dest) for row in settings_of("transformers")}
+    options["share_prefixes"] = flags.usp_share_prefixes
     sys.argv = [program, *rest]
     with _attached_trainers(flags, options) as attached:
         try:
@@ -84,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
         "data parallel",
     )  # fmt: skip
     add_settings(parser, "transformers", "")
+    parser.add_argument(
+        "--usp-share-prefixes", action="store_true",
+        help="what rows of a batch have alike is computed once: DPO and GRPO repeat prompts",
+    )  # fmt: skip
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a file, or -m and a module")
     return parser
 
@@ -101,9 +106,8 @@ def _attached_trainers(
         if not meshes:  # the trainer's arguments have started torch.distributed
             meshes.append(_mesh_of(flags.sequence_parallel_size, flags.ulysses_degree))
         attached.add(trainer)
-        if find_enabled(trainer.model, find_model(trainer.model)) is None:
-            enable(trainer.model, meshes[0], **options)
-        attach(trainer, meshes[0])
+        is_enabled = find_enabled(trainer.model, find_model(trainer.model)) is not None
+        attach(trainer, meshes[0], **({} if is_enabled else options))
 
     def entrance(method: Any) -> Any:
         @functools.wraps(method)
