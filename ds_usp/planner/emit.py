@@ -381,6 +381,16 @@ def _of_megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
     return f"cat > ds_config.json <<'END'\n{content}\nEND\n{command}"
 
 
+_START = """\
+import torch
+import torch.distributed as dist
+
+if not dist.is_initialized():
+    torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl")
+"""
+
+
 def transformers(work: Workload, config: ParallelConfig) -> str:
     """Python beside a model of transformers. The model's facts are in its own configuration.
 
@@ -430,6 +440,7 @@ engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_co
     configured = "" if config.fsdp2 else f"ds_config = {content}\n"
     return f"""\
 {head}
+{_START}
 import ds_usp
 from ds_usp.integrations.transformers import attach, enable, replicate_batches
 
@@ -445,7 +456,8 @@ attach(trainer, mesh)  # a trainer with these args and yours, before trainer.tra
 
 
 _DIFFUSERS = """\
-# torchrun, {gpus} processes; each calls the pipeline with a generator of the same seed
+# {gpus} processes of torchrun; each calls the pipeline with a generator of the same seed
+{start}
 import ds_usp
 from ds_usp.integrations.diffusers import enable
 
@@ -455,7 +467,7 @@ enable(pipe, mesh)  # with guidance, under torch.no_grad(): enable(pipe, mesh, c
 
 def diffusers(gpus: int, ulysses: int) -> str:
     """Python beside a pipeline of diffusers whose images all ranks share."""
-    return _DIFFUSERS.format(gpus=gpus, ulysses=ulysses)
+    return _DIFFUSERS.format(gpus=gpus, ulysses=ulysses, start=_START)
 
 
 _EMITTERS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyType(

@@ -141,7 +141,9 @@ def test_the_lines_of_a_plan_run(pool):
     plan = ParallelConfig(ulysses=2, dp=2, zero=3, fsdp2=True, recompute="attention")
     plan = plan.replace(fused_loss=True, mlp_chunks=2)
     ((alone,),) = pool.run(run_emitted, 1, text="")
-    for config, mesh in ((plan, (2, 2, 1, 2)), (plan.replace(ring=2, dp=1), (2, 4, 1, 4))):
+    meshes = {(2, 2, 1, 2): plan, (2, 4, 1, 4): plan.replace(ring=2, dp=1)}
+    meshes[1, 1, 1, 1] = plan.replace(ulysses=1, dp=4)
+    for mesh, config in meshes.items():
         for loss, *made in pool.run(run_emitted, 4, text=emit("transformers", work, config)):
             assert made == [*mesh, True]
             assert loss == pytest.approx(alone, rel=5e-3)  # computed in bf16
