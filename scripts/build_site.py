@@ -56,6 +56,14 @@ FIRST = {
 }
 # What a name of one page is looked for on another one.
 SEE_TOO = {"ds_usp": ("ds_usp.integrations.transformers", ("enable", "attach"))}
+# A page, and the headings in it whose first programs are the example of a module.
+EXAMPLES = {
+    "ds_usp": ("usage/python.md", ("## The mesh", "## Batches", "## Model and attention")),
+    "ds_usp.integrations.transformers": ("usage/transformers.md", ("# Models of",)),
+    "ds_usp.integrations.diffusers": ("usage/diffusers.md", ("## First program",)),
+    "ds_usp.compat.flash_attention_forward": ("usage/flash-attention-forward.md", ("# The",)),
+    "ds_usp.compat.ring_flash_attn": ("usage/ring-flash-attn.md", ("# Programs",)),
+}
 # A search multiplies what it finds on a page by the weight of the longest beginning of its address:
 # who searches has a program that does not do what it should.
 SEARCH_WEIGHTS = {
@@ -141,7 +149,22 @@ def api_page(module: str) -> str:
     for home, name in rows:
         link = f"#{module}.{name}" if home == module else f"{home}.md#{home}.{name}"
         lines.append(f"| [`{name}`]({link}) | {first_sentence(home, name)} |")
-    return "\n".join([*lines, "", *(f"::: {module}.{name}" for name in names)]) + "\n"
+    return "\n".join([*lines, *example(module), *(f"::: {module}.{name}" for name in names)]) + "\n"
+
+
+def example(module: str) -> list[str]:
+    """The lines of a module's example, from a page whose programs tests run."""
+    if module not in EXAMPLES:
+        return [""]
+    page, headings = EXAMPLES[module]
+    text = "\n" + (ROOT / DOCS / page).read_text(encoding="utf-8")
+    behind = [text[text.index(f"\n{heading}") :] for heading in headings]
+    blocks = [FENCED.search(x[x.index("\n```python") :]) for x in behind]
+    programs = [
+        block[0].removeprefix("```python\n").removesuffix("```") for block in blocks if block
+    ]
+    code = ["```python", "\n".join(programs).rstrip(), "```"]
+    return ["", f"An example, which [this page](../../{page}) explains:", "", *code, ""]
 
 
 def in_order_of_use(module: str) -> list[str]:
