@@ -605,10 +605,10 @@ _MAKE: Mapping[str, Callable[[Sizes], dict[str, Any]]] = {
 _WITHOUT_TEXT = ("ErnieImageTransformer2DModel", "DiTTransformer2DModel")
 
 
-def build(name: str) -> Any:
+def build(name: str, **changes: Any) -> Any:
     """A transformer with the same weights in every process, none of them zero, in training."""
     torch.manual_seed(0)
-    transformer = getattr(diffusers, name)(**CONFIGS[name])
+    transformer = getattr(diffusers, name)(**{**CONFIGS[name], **changes})
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -298,6 +298,7 @@ class ShardedTransformer:
                 given, samples = arguments, f"branch {parts.index} of a step"
             else:
                 given = parts.split(name, arguments, self._plan)
+            given = {k: x for k, x in given.items() if k not in self._plan.all_real}
             if self._graphs is not None:
                 mode, text = self._graphs.choose(given, parts.mesh)
                 if len(step) > 1:  # texts of other lengths make passes of other kinds

@@ -493,6 +493,11 @@ def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, 
                     raise _refusal(transformer, key, f" in {name}")
         elif name not in known and _is_given(value):
             raise _refusal(transformer, name)
+        elif name in plan.all_real and value is not None and not bool(value.all()):
+            raise UnsupportedAttentionError(
+                f"{type(transformer).__name__}: {name} has padding among tokens that are sharded: "
+                "give samples of one length in a batch"
+            )
 
 
 def _check_lora_scale(transformer: nn.Module, scale: Any) -> None:

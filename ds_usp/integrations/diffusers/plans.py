@@ -81,6 +81,8 @@ class Plan:
         unbatched: those of all arguments that have no batch; the others have it as their dim 0.
         batched: an argument whose dim 0 is the batch, or that is a list of samples.
         zero_or_not: arguments of which the pass asks whether all samples are zero.
+        all_real: arguments that are masks of image tokens: without any padding they are left out,
+            else refused.
         shared_by_branches: for pipelines that call the transformer once for each branch of the
             guidance, the argument that is one and the same tensor in all calls of a step; None:
             calls never wait for each other. Such a class returns one tensor.
@@ -127,6 +129,7 @@ class Plan:
     added_products: bool = False
     batched: str = "hidden_states"
     zero_or_not: tuple[str, ...] = ()
+    all_real: tuple[str, ...] = ()
     keys: Mapping[str, Kind] = field(default_factory=dict)
     also_joined: Mapping[str, Kind] = field(default_factory=dict)
     shared_by_branches: str | None = None
@@ -184,7 +187,7 @@ class Plan:
         shared = (self.shared_by_branches,) if self.shared_by_branches else ()
         named[""] = (
             *named.get("", ()),
-            *(*self.whole, *self.unbatched, *self.zero_or_not, *shared),
+            *(*self.whole, *self.unbatched, *self.zero_or_not, *self.all_real, *shared),
         )
         for path, arguments in named.items():
             for module in modules_at(transformer, path):
@@ -757,7 +760,8 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             },
             attention={"blocks.*.self_attn": ("image",)},
             local=("blocks.*.cross_attn",),
-            whole=(*_USUAL, "encoder_attention_mask", "latent_cond"),
+            whole=(*_USUAL, "encoder_attention_mask", "latent_cond", "attention_mask"),
+            all_real=("attention_mask",),
             joined="blocks.-1",
         ),
         "MotifVideoTransformer3DModel": replace(

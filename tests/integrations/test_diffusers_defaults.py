@@ -1,0 +1,77 @@
+"""Every pipeline of every class with a plan, called by its defaults: exact, or refused by name."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cases import mesh_of
+from default_pipelines import CLASSES, NOT_CALLED, made, pipelines
+from harness import RankContext
+from model_runs import BOUND, relative
+
+from ds_usp import USPError
+from ds_usp.integrations.diffusers import enable
+
+PAGE = Path(__file__).parents[2] / "docs" / "usage" / "diffusers.md"
+# Words of the refusal; what a user can do instead is on the page.
+REFUSED = {
+    "BriaFiboPipeline": "attention_mask in joint_attention_kwargs",
+    "Flux2KleinKVPipeline": "a cache of keys belongs to whole tokens",
+    "Krea2Pipeline": "ones and then zeros",
+    "LuminaPipeline": "base_sequence_length",
+    "MotifVideoPipeline": "attends to text from image apart",
+    "PixArtSigmaPAGPipeline": "pag_scale=0",
+    "SkyReelsV2DiffusionForcingPipeline": "gives attention a mask [1, 1, 375, 375]",
+    "StableDiffusion3PAGPipeline": "pag_scale=0",
+    "StableDiffusion3PAGImg2ImgPipeline": "pag_scale=0",
+    "ZImageOmniPipeline": "siglip_feats",
+}
+
+
+def sampled(ctx: RankContext, kind: str, ulysses: int) -> dict[str, float | str]:
+    """The error of each pipeline of a class, with and without ``cfg_degree=2`` if the ranks
+    allow it, or the refusal. One rank has the truth of each."""
+    results: dict[str, float | str] = {}
+    names = [name for name, its in pipelines().items() if its == kind and name not in NOT_CALLED]
+    for index, name in enumerate(names):
+        pipeline, sample = made(name)
+        has_truth = index % ctx.world == ctx.rank
+        want = sample() if has_truth or name in REFUSED else None  # which may change settings
+        for degree in (1, 2)[: 1 + (ctx.world == 4)]:
+            key = f"{name}, cfg_degree {degree}"
+            try:
+                with enable(pipeline, mesh_of(ulysses), cfg_degree=degree) as enabled:
+                    have = sample()
+                    assert any(enabled._sharded[0]._attended.values())  # sharded, it was
+            except USPError as error:
+                results[key] = str(error)
+            else:
+                if want is not None and has_truth:
+                    assert torch.isfinite(want).all() and want.std() > 0, key
+                    results[key] = relative(have, want)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(("ranks", "ulysses"), [(4, 2), (3, 3)])
+def test_every_pipeline_is_exact_by_its_defaults_or_refused_by_name(pool, kind, ranks, ulysses):
+    results = pool.run(sampled, ranks, kind=kind, ulysses=ulysses, timeout=400)
+    for key in {key for rank in results for key in rank}:
+        seen = [rank[key] for rank in results if key in rank]
+        refused = REFUSED.get(key.partition(",")[0])
+        if refused is None:
+            assert len(seen) == 1 and not isinstance(seen[0], str), (key, seen)
+            assert seen[0] <= BOUND, (key, seen)
+        else:
+            assert len(seen) == ranks, key
+            assert all(refused in str(x) for x in seen), (key, seen)
+
+
+def test_each_pipeline_is_called_or_has_a_reason():
+    """And the page has what to do for those that are refused, at most ten."""
+    known = {name for name, kind in pipelines().items() if kind in CLASSES}
+    assert len(known) > 110 and {*REFUSED, *NOT_CALLED} <= known and len(REFUSED) <= 10
+    rows = re.findall(r"^\| `(\w+Pipeline)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == list(REFUSED)
