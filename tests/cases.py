@@ -126,6 +126,7 @@ class Case:
     # Segments (start, end, parent) of a tree, once for all samples or for each of them.
     tree: tuple[tuple[tuple[int, int, int | None], ...], ...] = ()
     as_rectangles: bool = False  # the tree of all samples
+    left: int | None = None  # tokens that a token of the tree sees before it, in its row
     # Of another sequence of keys: its tokens and the kind of their layout.
     keys: tuple[int, str] | None = None
     kept: bool = False  # in a checkpoint that keeps attention's results
@@ -136,7 +137,7 @@ class Case:
         if self.tree:
             if self.as_rectangles:
                 return ds_usp.MaskSpec.rectangles(rectangles_of(self.tree[0]), self.seq_len)
-            return ds_usp.MaskSpec.tree(self.tree)
+            return ds_usp.MaskSpec.tree(self.tree, self.left)
         return ds_usp.MaskSpec(*MASKS[self.mask], self._borders, self.prefix, self.blocks)
 
     @property
@@ -160,7 +161,10 @@ class Case:
         window |= (torch.arange(self.seq_len) < self.prefix)[None, :]
         if self.tree:
             branches = [oracle.same_branch(positions, positions, each) for each in self.tree]
-            return (window & torch.stack(branches)).expand(self.batch, -1, -1)
+            seen = window & torch.stack(branches)
+            if self.left is not None:  # as many of a row follow a key as lie between the two
+                seen &= seen.int().flip(2).cumsum(2).flip(2) <= self.left + 1
+            return seen.expand(self.batch, -1, -1)
         if not self.documents:
             return window
         inside = [oracle.same_document(positions, positions, each) for each in self.documents]

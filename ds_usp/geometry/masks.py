@@ -58,6 +58,9 @@ class Area(NamedTuple):
 #                                   1  # # # # \ .            the rectangle of its descendants' rows
 #                                   2  # # # # . . \ . .      and its columns. Depth first, these
 #                                                            rows are one run, so one rectangle.
+# A window in a tree is of depths, the places of tokens in their rows. In a segment and in each of
+# its ancestors depths ascend by one, so what one sees of the other is a band as well: an area for
+# each such pair.
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
     """A query at position ``q`` sees a key at ``k`` if ``-left <= k - q <= right``.
@@ -79,14 +82,15 @@ class MaskSpec:
             which ``[0, seq_len]`` is one.
         parents: for each sample that has documents of its own the parent of each of them, the
             index of an earlier document or -1: its tokens see all of that, and of its parent, and
-            so on (:meth:`tree`). Only of causal masks without a window.
+            so on (:meth:`tree`). Only of masks with ``right=0``; ``left`` counts tokens of a
+            document's row, which are its ancestors' and its own.
         areas: instead of all others, of every sample (:meth:`rectangles`), in one document.
 
     Raises:
         ConfigError: a bound that is not a whole number of 0 or more; borders that do not start
             at 0 or do not ascend; a prefix together with documents; blocks of other samples than
             the documents, that overlap, or across a border; parents of other samples or numbers
-            than the documents, that do not come first, or with a window, blocks or a full mask;
+            than the documents, that do not come first, or with blocks or tokens that come later;
             areas that share a pair, or in none of which a token sees itself.
     """
 
@@ -161,11 +165,11 @@ class MaskSpec:
             seen = max(seen, stop)
 
     def _check_parents(self) -> None:
-        if (self.left, self.right) != (None, 0) or self.blocks:
+        if self.right != 0 or self.blocks:
             given = MaskSpec(self.left, self.right, self.documents, blocks=self.blocks)
             raise ConfigError(
                 f"parents of documents, and the mask is {given}: a tree is causal in each document "
-                "and open to its ancestors. Leave window and blocks out, MaskSpec.tree(segments)"
+                "and open to its ancestors. Leave right and blocks out, MaskSpec.tree(segments)"
             )
         counts = [len(borders) - 1 for borders in self.documents]
         if [len(parents) for parents in self.parents] != counts:
@@ -230,7 +234,7 @@ class MaskSpec:
         return cls(left, right, documents)
 
     @classmethod
-    def tree(cls, segments: Any) -> MaskSpec:
+    def tree(cls, segments: Any, left: int | None = None) -> MaskSpec:
         """Causal in each segment, and each sees all of its ancestors: a prompt once, and many
         answers that do not see each other. Several roots are packed trees.
 
@@ -240,6 +244,8 @@ class MaskSpec:
                 them for each sample. Padding is a root of its own. Depth first (a segment's
                 descendants follow it) takes the fewest kernel calls. The only child that follows
                 its parent is joined to it: the same mask.
+            left: tokens before it that a token sees in its row, of its segment and ancestors, as of
+                :meth:`window`; None: all.
 
         Raises:
             ConfigError: segments that are empty, overlap or leave tokens out; a parent that does
@@ -252,7 +258,7 @@ class MaskSpec:
         nested = bool(rows) and all(row and _is_list(row[0]) for row in rows)
         samples = [_validate_segments(x) for x in (rows if nested else [rows])]
         documents = tuple(borders for borders, _ in samples)
-        checked = cls(None, 0, documents, parents=tuple(parents for _, parents in samples))
+        checked = cls(left, 0, documents, parents=tuple(parents for _, parents in samples))
         joined = [
             _join_only_children(*sample)
             for sample in zip(checked.documents, checked.parents, strict=True)
@@ -260,7 +266,7 @@ class MaskSpec:
         parents = tuple(parents for _, parents in joined)
         if all(parent < 0 for row in parents for parent in row):
             parents = ()  # nothing branches: packed documents
-        return cls(None, 0, tuple(borders for borders, _ in joined), parents=parents)
+        return cls(left, 0, tuple(borders for borders, _ in joined), parents=parents)
 
     @classmethod
     def rectangles(cls, rectangles: Any, seq_len: int) -> MaskSpec:
@@ -328,10 +334,31 @@ class MaskSpec:
             own = Area(start, stop, start, stop, self.left, self.right)
             blocks = () if self.right is None else self.blocks_of(sample, index)
             yield own, *(Area(a, b, a, b, -1 - (self.right or 0)) for a, b in blocks)
-        if self.parents:
+        if self.parents and self.left is not None:
+            yield from self._areas_in_window(sample, self.left)
+        elif self.parents:
             for index, runs in enumerate(_descendants(borders, self.parents[sample])):
                 for start, stop in runs:
                     yield (Area(start, stop, *borders[index : index + 2]),)
+
+    def _areas_in_window(self, sample: int, left: int) -> Iterator[tuple[Area]]:
+        """What the window of each segment's rows holds of its ancestors, an area for each."""
+        borders, parents = self.documents[sample], self.parents[sample]
+        depths = self.contexts(sample)  # of the first token of each
+        for index, (start, stop) in enumerate(pairwise(borders)):
+            ancestor, first_seen = parents[index], depths[index] - left
+            while ancestor >= 0:
+                k_start, k_stop = borders[ancestor : ancestor + 2]
+                depth = depths[ancestor]
+                end = depth + k_stop - k_start
+                if end <= first_seen:
+                    break  # and all above it
+                # Depths as distances of places: how much more lies between the two than in a row.
+                more = (start - depths[index]) - (k_start - depth)
+                q_stop = min(stop, start + end + left - depths[index])
+                k_start += max(0, first_seen - depth)
+                yield (Area(start, q_stop, k_start, k_stop, left + more),)
+                ancestor = parents[ancestor]
 
     def contexts(self, sample: int = 0) -> tuple[int, ...]:
         """Of each document of a sample the tokens of all its ancestors."""
@@ -386,15 +413,18 @@ class MaskSpec:
                 for x in self.areas
             )
         if self.documents:
-            borders = self.documents[sample if len(self.documents) > 1 else 0]
+            sample = sample if len(self.documents) > 1 else 0
+            borders = self.documents[sample]
             own, other = (bisect_right(borders, position) - 1 for position in (query, key))
             if own != other:
-                parents = (
-                    self.parents[sample if len(self.parents) > 1 else 0] if self.parents else ()
-                )
-                while parents and own > other:
-                    own = parents[own]
-                return bool(parents) and own == other
+                ancestor, parents = own, self.parents[sample] if self.parents else ()
+                while parents and ancestor > other:
+                    ancestor = parents[ancestor]
+                if not parents or ancestor != other:
+                    return False
+                places, depths = (borders[own], borders[other]), self.contexts(sample)
+                between = query - places[0] + depths[own] - (key - places[1] + depths[other])
+                return self.left is None or between <= self.left
         if key < self.prefix:
             return True
         distance = key - query

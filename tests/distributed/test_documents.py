@@ -50,7 +50,8 @@ def random_mask(draw: random.Random, mask: str, tokens: int, batch: int) -> dict
         samples = batch if draw.random() < 0.5 else 1
         return {"mask": mask, "documents": tuple(lengths_of(draw, tokens) for _ in range(samples))}
     trees = tuple(random_tree(draw, tokens) for _ in range(batch if mask == "trees" else 1))
-    return {"tree": trees, "as_rectangles": mask == "tree as rectangles"}
+    left = draw.choice([None, draw.randint(0, 30)]) if mask != "tree as rectangles" else None
+    return {"tree": trees, "as_rectangles": mask == "tree as rectangles", "left": left}
 
 
 def random_cases(ulysses: int, ring: int, third: int) -> list[Case]:

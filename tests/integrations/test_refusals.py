@@ -872,11 +872,6 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
         lambda: run(build("recurrent_gemma"), borders()),
         lambda: run(build("recurrent_gemma"), {"input_ids": IDS[:1]}),
     ),
-    "a tree in layers with a window": (
-        "a window or chunks of 11 tokens",
-        lambda: run(build("mistral"), in_tree()),
-        lambda: run(build("mistral"), {"input_ids": IDS}),
-    ),
     "a tree in layers that see later tokens": (
         "tokens that come later",
         lambda: run(build("modernbert", layer_types=["full_attention"] * 2), in_tree()),
@@ -966,7 +961,7 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
     "no such parent": ("None for a root", tree(ROOT, (8, 16, 4)), tree(ROOT, (8, 16, None))),
     "a window over a tree": (
         "MaskSpec.tree(segments)",
-        lambda: ds_usp.MaskSpec(3, 0, [0, 8, 12, 16], parents=((-1, 0, 0),)),
+        lambda: ds_usp.MaskSpec(3, 2, [0, 8, 12, 16], parents=((-1, 0, 0),)),
         tree(*TREE),
     ),
     "parents of a zigzag": (
@@ -1022,7 +1017,6 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "another `ignore_index`": ("ignore_index",),
     "RoBERTa": ("roberta",),
     "`tree` or `share_prefixes` in layers": (
-        "a tree in layers with a window",
         "a tree in layers that see later tokens",
         "a tree beside images",
         "a tree in a head of whole rows",

@@ -232,19 +232,23 @@ def test_shards_of_different_stride_are_refused():
 FOREST = [(0, 4, None), (4, 6, 0), (6, 9, 0), (9, 10, 2), (10, 12, 2), (12, 16, None)]
 
 
-@given(st.randoms(), st.integers(1, 60))
+@given(st.randoms(), st.integers(1, 60), st.none() | st.integers(0, 30))
 @examples(100)
-def test_a_query_sees_its_segment_and_its_ancestors(draw, tokens):
+def test_a_query_sees_its_segment_and_its_ancestors(draw, tokens, left):
     segments = random_tree(draw, tokens)
-    mask, positions = MaskSpec.tree(segments), range(tokens)
+    mask, positions = MaskSpec.tree(segments, left), range(tokens)
     allowed = torch.tensor([[mask.allows(q, k) for k in positions] for q in positions])
-    expected = oracle.same_branch(positions, positions, segments)
-    expected &= oracle.causal(positions, positions)
+    whole = oracle.same_branch(positions, positions, segments)
+    whole &= oracle.causal(positions, positions)
+    # Of those that a token sees as many follow a key as lie between the two in the row.
+    expected = whole & (
+        whole.int().flip(1).cumsum(1).flip(1) <= (tokens if left is None else left + 1)
+    )
     assert torch.equal(allowed, expected)
     assert visible_pairs(mask, tokens, tokens) == int(expected.sum())
     # A token's position is the number of tokens before it on its branch.
     layout = TokenLayout("contiguous", tokens)
-    assert layout.positions(0, mask=mask) == [int(row.sum()) - 1 for row in expected]
+    assert layout.positions(0, mask=mask) == [int(row.sum()) - 1 for row in whole]
 
 
 def test_what_does_not_branch_is_packed_documents():
@@ -322,7 +326,7 @@ def test_what_is_no_tree_is_refused(name):
 @pytest.mark.parametrize(
     ("mask", "text"),
     [
-        (lambda: MaskSpec(3, 0, [0, 4, 9], parents=((-1, 0),)), r"the mask is window\(3, 0\)"),
+        (lambda: MaskSpec(3, 2, [0, 4, 9], parents=((-1, 0),)), r"the mask is window\(3, 2\)"),
         (lambda: MaskSpec(None, None, [0, 4, 9], parents=((-1, 0),)), "the mask is full"),
         (lambda: MaskSpec(None, 0, [0, 9], 0, (((0, 4),),), ((-1,),)), "with 1 blocks"),
         (lambda: MaskSpec(None, 0, [0, 4, 9], parents=((-1,),)), r"of \[1\] documents, .* \[2\]"),

@@ -70,12 +70,15 @@ class Problem:
         for start, stop in mask.blocks[sample] if mask.blocks and mask.right is not None else ():
             for query in range(start, stop):
                 bits[query] |= (1 << stop) - (1 << query)
-        ancestors: list[int] = []  # of each document, as bits of tokens
+        paths: list[list[int]] = []  # the tokens of each document's row, to its last one
         for index, parent in enumerate(mask.parents[sample] if mask.parents else ()):
             begin, end = mask.documents[sample][index : index + 2]
-            above = ancestors[parent] if parent >= 0 else 0
-            bits[begin:end] = [x | above for x in bits[begin:end]]
-            ancestors.append(above | (1 << end) - (1 << begin))
+            above = paths[parent] if parent >= 0 else []
+            paths.append([*above, *range(begin, end)])
+            for query in range(begin, end):
+                before = paths[index][: len(above) + query - begin]
+                before = before if mask.left is None else before[max(0, len(before) - mask.left) :]
+                bits[query] = sum(1 << key for key in (*before, query))
         return bits
 
 
@@ -113,7 +116,7 @@ def problems(draw: st.DrawFn, what: str) -> Problem:
             layout = TokenLayout("balanced", tokens, *shape, documents)
     elif what == "tree":
         trees = [random_tree(draw(st.randoms()), tokens) for _ in range(draw(st.integers(1, 2)))]
-        mask = MaskSpec.tree(trees)
+        mask = MaskSpec.tree(trees, draw(st.none() | st.integers(0, 20)))
         if draw(st.booleans()):  # for this tree, or for another
             one = draw(st.just(trees[0]) | st.randoms().map(lambda x: random_tree(x, tokens)))
             layout = TokenLayout("balanced", tokens, *shape, MaskSpec.tree(one))

@@ -22,7 +22,7 @@ from ds_usp.attention.scores import Scores
 from ds_usp.comm.readings import version_of
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import NO_PACKING, Packing
 
@@ -359,7 +359,7 @@ class LayerMask(StandIn):
 
     def __init__(self, band: _Band) -> None:
         self._band = band
-        self._in_blocks: MaskSpec | None = None
+        self._spec: MaskSpec | None = None  # of a batch, where it takes long to make
 
     @staticmethod
     def refusal(what: str) -> UnsupportedAttentionError:
@@ -388,12 +388,13 @@ def mask_of(mask: LayerMask, packing: Packing, seq_len: int, layer: str = "a lay
     if band.refusal:
         raise UnsupportedAttentionError(band.refusal)
     documents = packing.documents
-    if packing.parents:
-        return _in_tree(band, packing, layer)
-    if band.blocks is not None:
-        if mask._in_blocks is None:  # read once for all layers
-            mask._in_blocks = _in_blocks(band, documents, seq_len)
-        return mask._in_blocks
+    if packing.parents or band.blocks is not None:
+        if mask._spec is None:  # once for all layers
+            in_tree = packing.parents
+            mask._spec = (
+                _in_tree(band, packing, layer) if in_tree else _in_blocks(band, documents, seq_len)
+            )
+        return mask._spec
     if band.chunk is None:
         return replace(band.mask, documents=documents)
     # Chunks are counted from the start of each document: they are shorter documents.
@@ -402,27 +403,47 @@ def mask_of(mask: LayerMask, packing: Packing, seq_len: int, layer: str = "a lay
 
 
 def _in_tree(band: _Band, packing: Packing, layer: str) -> MaskSpec:
-    """UnsupportedAttentionError for a layer whose tokens do not see all that precedes them."""
+    """The mask of a layer in a tree, with its window or chunks; UnsupportedAttentionError for a
+    layer whose tokens see later ones."""
     tree = packing.causal_mask
+    what = "attention to tokens that come later" if band.mask.right != 0 else ""
+    if band.blocks is not None:
+        what = "blocks of tokens that see each other both ways"
+    if what:
+        raise UnsupportedAttentionError(
+            f"{layer} has {what}, and the batch is a tree of shared prefixes: served are causal "
+            "layers. Give this model each answer with its prompt as a row of its own, without tree "
+            "and share_prefixes"
+        )
     reach = band.chunk if band.mask.left is None else band.mask.left + 1
-    # A window or chunk that holds the longest row cuts nothing off.
     longest = max(
         context + end - start
         for sample, borders in enumerate(packing.documents)
         for context, (start, end) in zip(tree.contexts(sample), pairwise(borders), strict=True)
     )
-    what = f"a window or chunks of {reach} tokens" if reach is not None and reach < longest else ""
-    if band.mask.right != 0:
-        what = "attention to tokens that come later"
-    if band.blocks is not None:
-        what = "blocks of tokens that see each other both ways"
-    if what:
-        raise UnsupportedAttentionError(
-            f"{layer} has {what}, and the batch is a tree of shared prefixes whose longest row has "
-            f"{longest} tokens: served are causal layers that see all of it. Give this model each "
-            "answer with its prompt as a row of its own, without tree and share_prefixes"
-        )
-    return tree
+    if reach is None or reach >= longest:  # it cuts nothing off: kernels without windows do
+        return tree
+    if band.chunk is None:
+        return replace(tree, left=band.mask.left)
+    samples = [_cut_tree(tree, sample, band.chunk) for sample in range(len(tree.documents))]
+    documents, parents = zip(*samples, strict=True)
+    return MaskSpec(None, 0, documents, parents=parents)
+
+
+def _cut_tree(tree: MaskSpec, sample: int, chunk: int) -> tuple[Borders, Parents]:
+    """The borders of a sample's segments where each row is cut into chunks, and of each piece the
+    one that it goes on from in its chunk: there it sees no other."""
+    starts, parents, last_pieces = list[int](), list[int](), list[int]()
+    borders, depths = tree.documents[sample], tree.contexts(sample)
+    for (start, stop), depth, parent in zip(
+        pairwise(borders), depths, tree.parents[sample], strict=True
+    ):
+        goes_on = parent >= 0 and depth % chunk
+        further = range(start + chunk - depth % chunk, stop, chunk)
+        starts += (start, *further)
+        parents += (last_pieces[parent] if goes_on else -1, *(-1 for _ in further))
+        last_pieces.append(len(starts) - 1)
+    return (*starts, borders[-1]), tuple(parents)
 
 
 @disable_in_compile("blocks are read from a tensor")
