@@ -208,7 +208,8 @@ def is_dim(dim: object) -> bool:
 def _documents_of(given: Any) -> tuple[tuple[Borders, ...], tuple[Parents, ...]]:
     """Documents and their parents; ConfigError for a mask that hides tokens before a token."""
     mask = given if isinstance(given, MaskSpec) else MaskSpec.causal(given)
-    if mask != MaskSpec(None, 0, mask.documents, parents=mask.parents):
+    others = mask.left, mask.right, mask.prefix, mask.blocks, mask.areas
+    if others != (None, 0, 0, (), ()):  # not by another MaskSpec, which reads all borders again
         raise ConfigError(
             f"documents={mask}, and a state has come through every token before it: give borders, "
             "MaskSpec.causal(borders) or MaskSpec.tree(segments)"

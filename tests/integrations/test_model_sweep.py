@@ -16,6 +16,7 @@ import torch
 import transformers
 from harness import RankContext, WorkerPool
 from model_runs import BOUND, plain_batch, sweep_case
+from test_prefix_trees import tree_case
 from tiny_models import (
     FP64,
     HAS_STATES,
@@ -35,6 +36,7 @@ from ds_usp.integrations.transformers.refusals import OLDEST, OLDEST_WITH_STATES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "transformers-models.md"
 TYPES = [name for name in model_types() if name not in NOT_BUILT]
+TREES = "## Trees of shared prefixes"  # the part of the page that takes minutes
 Outcome = dict[str, float | str]
 
 
@@ -130,6 +132,40 @@ def test_tiny_models_use_what_their_names_stand_for():
         assert shortfalls("minimax_m3_vl_text") == ["no indexer"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_STATES, reason="the page is of a newer transformers")
+def test_types_are_exact_in_trees_too_or_refused(pool, outcomes, pytestconfig):
+    exact, refused = list[str](), defaultdict[str, list[str]](list)
+    for name in TYPES:
+        if all(isinstance(x, str) for x in run(pool, outcomes, name).values()):
+            continue
+        found = list(pool.run(tree_case, 2, model_type=name)[0].values())
+        reasons = {reason(x) for x in found if isinstance(x, str)}
+        assert len(reasons) == 1 or max(found) <= BOUND, (name, found)
+        (refused[reasons.pop()] if reasons else exact).append(name)
+    count = sum(len(names) for names in refused.values())
+    text = "\n".join(
+        [
+            TREES,
+            "",
+            "The same tiny models, on a batch whose rows are one [tree]"
+            "(../usage/packed-and-trees.md#trees) of shared prefixes, three levels deep, against "
+            f"each row by itself: of {len(exact) + count} types that are exact on packed "
+            f"documents, {len(exact)} are exact in trees, and {count} refuse them:",
+            "",
+            "| reason | model types |",
+            "|---|---|",
+            *(f"| {why} | {listed(names)} |" for why, names in sorted(refused.items())),
+            "",
+        ]
+    )
+    shown, mark, of_trees = PAGE.read_text(encoding="utf-8").partition(TREES)
+    if pytestconfig.getoption("--write-support-table"):
+        PAGE.write_text(shown.rstrip("\n") + "\n\n" + text, encoding="utf-8")
+    elif f"transformers {transformers.__version__}:" in shown:
+        assert mark + of_trees == text, f"{PAGE} is out of date: --write-support-table"
+
+
 def run_tower(pool: WorkerPool, outcomes: dict[str, Outcome], model_type: str) -> Outcome:
     name = f"{model_type} with its tower"
     if name not in outcomes:
@@ -160,15 +196,15 @@ def test_the_page_lists_what_is_exact_and_what_is_refused(pool, outcomes, pytest
         {name: run(pool, outcomes, name) for name in TYPES},
         {name: run_tower(pool, outcomes, name) for name in TRIED},
     )
+    shown, mark, of_trees = PAGE.read_text(encoding="utf-8").partition(TREES)
     if pytestconfig.getoption("--write-support-table"):
-        PAGE.write_text(text, encoding="utf-8")
+        PAGE.write_text(text + ("\n" if mark else "") + mark + of_trees, encoding="utf-8")
         return
-    shown = PAGE.read_text(encoding="utf-8")
     version = re.search(r"transformers (\d[\w.]*)", shown)
     assert version is not None
     if version[1] != transformers.__version__:
         pytest.skip(f"the page is of transformers {version[1]}, this is {transformers.__version__}")
-    assert shown == text, (
+    assert shown.rstrip("\n") + "\n" == text, (
         "docs/reference/transformers-models.md is out of date; write it anew with "
         "scripts/test.sh transformers -k sweep --write-support-table"
     )

@@ -32,8 +32,10 @@ from torch.utils.data import Dataset
 
 import ds_usp
 from ds_usp.integrations.transformers import enable
+from ds_usp.integrations.transformers.refusals import check_loss
 from ds_usp.training import PrefixTree
 from ds_usp.training.prefix_tree import SharedPrefixes
+from ds_usp.training.whole_batch import read_tree, tree_positions
 
 FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
 # Their windows are in the sweep of all types.
@@ -114,13 +116,24 @@ def separate_rows(model: Any, train_on_prompt: bool = False, reduction: str = "t
 
 
 def as_a_tree(model: Any, batch: Mapping[str, Tensor]) -> Result:
-    out = model(**batch)
-    out.loss.backward()
+    try:
+        check_loss(model)
+        out = model(**batch)
+        loss, scores = out.loss, out.logits
+    except ds_usp.UnsupportedAttentionError as refusal:
+        if "computes its loss" not in str(refusal):
+            raise
+        learned = {"labels", "shift_labels", "loss_weights"}
+        scores = model(**{name: x for name, x in batch.items() if name not in learned}).logits
+        losses = cross_entropy(scores[0], batch["labels"][0], reduction="none")
+        weights = batch.get("loss_weights", torch.ones(1, 1)) * (batch["labels"] != IGNORED)
+        loss = (losses * weights[0]).sum() / weights.sum()
+    loss.backward()
     logits = torch.zeros(1)
-    if out.logits is not None:
+    if scores is not None:
         shared = SharedPrefixes.of([torch.tensor(tokens) for tokens, _ in all_rows()])
-        logits = out.logits[0, torch.cat(shared.places)].detach()
-    return Result(out.loss.detach(), logits, mean_gradients(model))
+        logits = scores[0, torch.cat(shared.places)].detach()
+    return Result(loss.detach(), logits, mean_gradients(model))
 
 
 def models_as_trees(ctx: RankContext) -> dict[str, float]:
@@ -152,6 +165,10 @@ def tree_case(ctx: RankContext, model_type: str) -> dict[str, float | str]:
     model, outcomes = build(model_type), dict[str, float | str]()
     want = separate_rows(model, train_on_prompt=True)
     batch = PrefixTree(train_on_prompt=True)(examples())
+    if "roberta" in model_type or model_type in ("camembert", "data2vec-text", "xmod"):
+        packing = read_tree({"tree": batch["tree"]}, *batch["input_ids"].shape)
+        first = model.config.pad_token_id + 1  # where these begin to count
+        batch["position_ids"] = tree_positions(packing, torch.device("cpu")) + first
     for name, ulysses in MESHES.items():
         try:
             with enable(model, mesh_of(ulysses), logits="whole"):

@@ -370,6 +370,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 # Not of the tree's arguments, whose positions are made here, from 0 on.
                 modules = without_towers(self._inner)
                 self._check_positions(given, (self._rows or batch).left_padded, modules)
+            if batch.packing.parents:  # before what would be said of its documents
+                refusals.check_tree(self._inner, at_text, self._asks_for_router_logits(arguments))
             refusals.check_layerdrop(self._trunk, batch)
             refusals.check_adapters(self._inner, batch)
             if self._recurrent.forgets_at_0:
@@ -387,8 +389,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 embeddings = None
             outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
             batch.check_tokens(embeddings, targets, outputs)
-            if batch.packing.parents:
-                refusals.check_tree(self._inner, at_text, self._asks_for_router_logits(arguments))
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
