@@ -87,7 +87,7 @@ class _SamplesAsTree:
         return cls(shared, batch, torch.cat(shared.places).to(ids.device), ids.offsets())
 
     def mask(self, padding: int) -> MaskSpec:
-        """What the tokens see, with so many more of padding behind them."""
+        """Return what the tokens see, with so many more of padding behind them."""
         end = self.shared.tokens
         rest = [(end, end + padding, -1)] if padding else []
         return MaskSpec.tree([*self.shared.segments, *rest])
