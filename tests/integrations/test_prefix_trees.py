@@ -38,8 +38,7 @@ from ds_usp.training.prefix_tree import SharedPrefixes
 from ds_usp.training.whole_batch import read_tree, tree_positions
 
 FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
-# Their windows are in the sweep of all types.
-STATES = sorted({*FUNCTIONS, *OTHERS} - {"qwen3_next", "nemotron_h", "lfm3", "recurrent_gemma"})
+STATES = sorted({*FUNCTIONS, *OTHERS} - {"qwen3_next", "nemotron_h"})
 # Of each the mesh, the layout, what else is asked of enable, and how losses are averaged.
 CASES: list[tuple[str, dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
     (
