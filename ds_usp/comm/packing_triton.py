@@ -121,7 +121,8 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
 def _bind_addresses(
     launch: PreparedLaunch, views: Sequence[SendViews], features_before: int
 ) -> Callable[..., bool]:
-    """The launch as a function of tensors; False, and nothing is launched, if dtypes differ.
+    """The launch as a function of tensors; False, and nothing is launched, if dtypes differ
+    or a tensor is torch's lazy negative of its memory.
 
     The launch has the views' strides: a tensor of other ones is not noticed. Tensors that are not
     there are given the first one's address, which no program reads.
@@ -138,7 +139,7 @@ def _bind_addresses(
         dtype, itemsize = staging.dtype, staging.element_size()
         source_addresses, out_addresses = [], []
         for (first, local_first), source, out in zip(offsets, sources, outs, strict=True):
-            if not source.dtype == out.dtype == dtype:
+            if not source.dtype == out.dtype == dtype or source.is_neg():
                 return False
             source_addresses.append(source.data_ptr() + first * itemsize)
             out_addresses.append(out.data_ptr() + local_first * itemsize)
