@@ -6,6 +6,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from further_diffusers import WAN, Sizes
 from torch import Tensor
 
@@ -345,7 +346,8 @@ def _krea2(sizes: Sizes) -> dict[str, Any]:
         "hidden_states": torch.randn(2, sizes.rows * sizes.columns, 4),
         "encoder_hidden_states": torch.randn(2, sizes.text, 3, 16),
         "position_ids": _sequence_ids(sizes),
-        "encoder_attention_mask": torch.ones(2, sizes.text, dtype=torch.bool),
+        # Padding is between the prompt and the end of its template.
+        "encoder_attention_mask": sizes.mask() | (torch.arange(sizes.text) == sizes.text - 1),
     }
 
 
@@ -414,6 +416,7 @@ def _glm(sizes: Sizes) -> dict[str, Any]:
         "prior_token_drop": torch.zeros(2, tokens, dtype=torch.bool),
         "timestep": torch.tensor([3.0, 11.0]),
         **{name: torch.randint(1, 32, (2, 2)).float() for name in ("target_size", "crop_coords")},
+        "kv_caches": GlmImageKVCache(2),  # which is neither written nor read
     }
 
 
@@ -626,6 +629,5 @@ def arguments(name: str, sizes: Sizes) -> dict[str, Any]:
         given["encoder_hidden_states"] = torch.randn(2, sizes.text, 16)
     given |= _MAKE[name](sizes)
     if MASKS.get(name) == "encoder_attention_mask" and MASKS[name] not in given:
-        mask = sizes.mask()
-        given[MASKS[name]] = torch.ones_like(mask) if name.startswith("Motif") else mask
+        given[MASKS[name]] = sizes.mask()
     return given

@@ -5,7 +5,9 @@ from typing import Any
 
 import newest_diffusers
 import pytest
+import tiny_diffusers
 import torch
+from cases import mesh_of
 from further_diffusers import Sizes
 from harness import RankContext
 from model_runs import BOUND
@@ -13,6 +15,7 @@ from test_diffusers import alone, computed_again, on_the_mesh
 
 import ds_usp
 from ds_usp.integrations.diffusers import enable
+from ds_usp.integrations.diffusers.plans_of_diffusers import plan_of_diffusers
 
 WORLD = 6
 # Ulysses, ring, and how many meshes compute the same batch.
@@ -67,3 +70,35 @@ def test_outputs_and_gradients_are_exact_at_every_split(pool, name):
         assert len(errors) == len(SIZES) * len(SPLITS)
         wrong = {case: error for case, error in errors.items() if not error <= BOUND}
         assert not wrong, wrong
+
+
+# Those for which diffusers' own plan says enough; of the others the first pass is refused.
+DERIVED = (
+    *("FluxTransformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel"),
+    *("LTXVideoTransformer3DModel", "ChronoEditTransformer3DModel"),
+)
+REFUSED = ("QwenImageTransformer2DModel", "LTX2VideoTransformer3DModel")
+
+
+def derived(ctx: RankContext) -> dict[str, Any]:
+    """As if ds_usp had no plan: errors of two passes of other lengths, or how they are refused."""
+    found: dict[str, Any] = {}
+    for name in (*DERIVED, *REFUSED):
+        transformer = tiny_diffusers.build(name).eval()
+        passes = tiny_diffusers.arguments(name), tiny_diffusers.arguments(name, odd=False)
+        want = alone(transformer, *passes)
+        plan = plan_of_diffusers(transformer)
+        assert plan is not None
+        try:
+            with enable(transformer, mesh_of(2), plan=plan):
+                found[name] = on_the_mesh(transformer, *passes, divisor=ctx.world).error(want)
+        except Exception as error:
+            found[name] = f"{error} {getattr(error, '__notes__', '')}"
+        transformer.zero_grad()
+    return found
+
+
+def test_a_class_without_a_plan_is_served_by_that_of_diffusers_or_refused(pool):
+    for found in pool.run(derived, 4):
+        assert all(found[name] <= BOUND for name in DERIVED), found
+        assert all(f"no plan for {name}" in found[name] for name in REFUSED), found

@@ -18,9 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "usage" / "diffusers.md"
 REFUSED = {
     "BriaFiboPipeline": "attention_mask in joint_attention_kwargs",
     "Flux2KleinKVPipeline": "a cache of keys belongs to whole tokens",
-    "Krea2Pipeline": "ones and then zeros",
     "LuminaPipeline": "base_sequence_length",
-    "MotifVideoPipeline": "attends to text from image apart",
     "PixArtSigmaPAGPipeline": "pag_scale=0",
     "SkyReelsV2DiffusionForcingPipeline": "gives attention a mask [1, 1, 375, 375]",
     "StableDiffusion3PAGPipeline": "pag_scale=0",

@@ -66,10 +66,10 @@ def of_another_image(_: int) -> tuple[str, dict[str, Any]]:
     return "FluxTransformer2DModel", given | {"controlnet_block_samples": [torch.zeros(2, 32, 128)]}
 
 
-def holes(rank: int) -> tuple[str, dict[str, Any]]:
-    given = arguments("QwenImageTransformer2DModel", padded=True)
-    given["encoder_hidden_states_mask"][:, 1] = False
-    return "QwenImageTransformer2DModel", given
+def numbered(rank: int) -> tuple[str, dict[str, Any]]:
+    given = arguments("ChromaTransformer2DModel", padded=True)
+    given["attention_mask"] = 2 * given["attention_mask"].long()
+    return "ChromaTransformer2DModel", given
 
 
 def few_tokens(rank: int) -> tuple[str, dict[str, Any]]:
@@ -83,7 +83,7 @@ REFUSED: tuple[tuple[Callable[[int], tuple[str, dict[str, Any]]], type[USPError]
     (other_noise, MeshError, "noise from generators of one seed"),
     (one_controlnet, MeshError, "controlnet_block_samples"),
     (of_another_image, LayoutError, "32 image tokens"),
-    (holes, Unsupported, "ones and then zeros"),
+    (numbered, Unsupported, "other numbers than 1"),
     (few_tokens, LayoutError, "text: 3 tokens"),
 )
 

@@ -159,7 +159,7 @@ def test_a_search_finds_the_page_that_answers(html):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     found, unweighed = json.loads(done.stdout)
     assert dict(zip(SEARCHES, found, strict=True)) == SEARCHES
-    assert unweighed[0] != found[0]  # the weights decide
+    assert sum(a != b for a, b in zip(found, unweighed, strict=True)) >= 3, unweighed
 
 
 def test_a_broken_link_fails_the_build(tmp_path, caplog):

@@ -36,6 +36,7 @@ from ds_usp.integrations.diffusers.plans import (
     modules_at,
     parameters_of,
 )
+from ds_usp.integrations.diffusers.plans_of_diffusers import NO_PLAN, DerivedPlan, check_first_pass
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
 from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import ValuesComparison, same_on_all_ranks
@@ -128,6 +129,8 @@ class ShardedTransformer:
         self.mesh, self._branches = mesh, branches
         self._plan, self._options = plan, options
         self._noise = ShardNoise(mesh.rank)
+        self._is_known = not isinstance(plan, DerivedPlan)  # else its first pass is compared
+        self._first: dict[str, Any] = {}
         self.install()
 
     def install(self) -> None:
@@ -272,6 +275,7 @@ class ShardedTransformer:
         arguments, step = bind(self.transformer, args, kwargs), self._step
         name = type(self.transformer).__name__
         refuse_capture(name)
+        self._first = {} if self._is_known else dict(arguments)
         advice = "give every rank the same weights and batch, and noise from generators of one seed"
         call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
@@ -346,6 +350,9 @@ class ShardedTransformer:
         self._caches.release()
         if out is None and self._graphs is not None:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
+        problem: Any = sys.exc_info()[1]
+        if out is None and problem is not None and not self._is_known:
+            problem.add_note(NO_PLAN.format(type(self.transformer).__name__))
         if out is None:
             # A pass that was refused before it began has no state, and its ranks may have chosen
             # different parts of the mesh: they have left none of them.
@@ -366,7 +373,29 @@ class ShardedTransformer:
                 self._check_attended(state)
             if state is not None and torch.is_grad_enabled():
                 out = tree_map_only(Tensor, state.output, out)
-            return self._parts.join(out, self.mesh)
+            joined = self._parts.join(out, self.mesh)
+            if not self._is_known:
+                self._compare_first_pass(joined)
+            return joined
+
+    def _compare_first_pass(self, out: Any) -> None:
+        """Compute the pass as one process does, and compare. Collective."""
+        arguments, self._first = self._first, {}
+        name = type(self.transformer).__name__
+        with self.mesh.agreeing(f"the first pass of {name}"):
+            if self._caches:
+                raise UnsupportedAttentionError(
+                    f"{name}: its plan is made from diffusers' own parallelism, and its first pass "
+                    "is compared with one process: make it without a cache"
+                )
+            self.restore()
+            try:
+                with torch.no_grad(), torch.random.fork_rng(enabled=self.transformer.training):
+                    want = self.transformer(**arguments)
+            finally:
+                self.install()
+            check_first_pass(name, out, want)
+        self._is_known = True
 
     # ------------------------------------------------------------------ calls of a step
 

@@ -23,6 +23,7 @@ from ds_usp.integrations.diffusers.hooks import (
 )
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, WITHOUT_PLAN, Plan
+from ds_usp.integrations.diffusers.plans_of_diffusers import plan_of_diffusers
 from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import Reduction
 from ds_usp.kernels.registry import AUTO
@@ -190,6 +191,9 @@ def _transformers_of(model_or_pipeline: Any) -> list[ModelMixin]:
 
 def _plan_of(transformer: ModelMixin) -> Plan:
     name = type(transformer).__name__
+    derived = None if name in (*PLANS, *WITHOUT_PLAN) else plan_of_diffusers(transformer)
+    if derived is not None:
+        return derived
     if name not in PLANS:
         why = f": {WITHOUT_PLAN[name]}" if name in WITHOUT_PLAN else ""
         raise UnsupportedAttentionError(

@@ -28,6 +28,7 @@ from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import real_tokens
 
 LAYOUT = "contiguous"
+_NEVER = -16384.0  # a power of two: exact in bf16, and its exp is 0
 _BEFORE: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
     {"text": ("image",), "reference": ("image", "text")}
 )
@@ -80,6 +81,7 @@ class AttentionCall:
         moved: tokens at the front that attention takes last: text, whose padding is at the end.
         empty: the place in the order of a kind of which this rank has no token: what attends holds
             a stand-in for one, which attention leaves out.
+        added: whether scores are given numbers of keys.
         seq_lens: of the layouts of queries and keys; None for a call that no graph can hold.
     """
 
@@ -88,6 +90,7 @@ class AttentionCall:
     options: AttentionOptions
     moved: int
     empty: int | None
+    added: bool
     seq_lens: Tensor | None
 
 
@@ -127,7 +130,9 @@ class PassState:
         self._calls: dict[Tokens, AttentionCall] = {}
         self._documents: tuple[Borders, ...] | None = None  # None: no mask was given yet
         self._masked: frozenset[Kind] = frozenset()
-        self._added: tuple[tuple[Kind, ...], Tensor] | None = None  # a mask that scores are given
+        # What scores are given: of each key, or the products of a query's and a key's.
+        self._added: dict[Kind, Tensor] = {}
+        self._products = False
 
     def layout(self, kind: Kind) -> TokenLayout:
         """The layout of tokens.
@@ -246,16 +251,15 @@ class PassState:
             products: one of floats is added to scores, see ``added_products`` of the plan.
 
         Raises:
-            UnsupportedAttentionError: padding before real text, or other numbers than 0 and 1.
+            UnsupportedAttentionError: other numbers than 0 and 1.
             LayoutError: a mask of another length.
         """
         if self._documents is not None:  # of another layer, or a recomputation
             return
         if mask.is_floating_point() and products:
             lengths = [self.layout(kind).seq_len for kind in order]
-            parts = zip(order, mask.split(lengths, 1), strict=True)
-            own = [self.layout(kind).shard(x, 1, self._mesh.rank) for kind, x in parts]
-            self._added, self._documents = (order, torch.cat(own, 1)), ()
+            self._products, self._documents = True, ()
+            self._add(dict(zip(order, mask.split(lengths, 1), strict=True)))
             self._prepare_calls()
             return
         if mask.is_floating_point():
@@ -279,16 +283,28 @@ class PassState:
                 f"tokens and {image} of the image"
             )
         rows = real_tokens(keys)
-        if not all(row.is_prefix and row.num_others == 0 for row in rows):
+        if any(row.num_others for row in rows):
             raise UnsupportedAttentionError(
-                f"{self._name}: a text mask must be ones and then zeros in each row. Put padding "
-                "last (padding_side='right'), or leave the padded tokens out"
+                f"{self._name}: a text mask has other numbers than 1, of text, and 0, of padding"
             )
         total = image + text
         padded = any(row.num < text for row in rows)
-        self._documents = tuple((0, image + row.num, total) for row in rows) if padded else ()
+        is_last = all(row.is_prefix for row in rows)
+        apart = any(
+            x.keys != x.queries and not set(order).isdisjoint(x.keys) for x in self._attentions
+        )
+        if padded and (apart or not is_last):
+            zeros = keys.new_zeros((len(keys), image), dtype=torch.float32)
+            of_text = (keys == 0) * _NEVER
+            self._add({order[0]: of_text} if len(order) == 1 else {"image": zeros, "text": of_text})
+        documents = tuple((0, image + row.num, total) for row in rows)
+        self._documents = documents if padded and is_last else ()
         self._masked = frozenset(order)
         self._prepare_calls()
+
+    def _add(self, numbers: Mapping[Kind, Tensor]) -> None:
+        rank = self._mesh.rank
+        self._added = {kind: self.layout(kind).shard(x, 1, rank) for kind, x in numbers.items()}
 
     def _read_segments(self, mask: Tensor) -> None:
         """Take ``[b, tokens, tokens]``, True for tokens of one segment: documents."""
@@ -329,11 +345,6 @@ class PassState:
         )
         few = [kind for kind in order if self.layout(kind).seq_len < self._mesh.sp_degree]
         empty = lengths.index(0) if 0 in lengths else None
-        if keys != order and self._documents and not self._masked.isdisjoint(keys):
-            raise UnsupportedAttentionError(
-                f"{self._name} attends to {' and '.join(keys)} from {' and '.join(order)} apart, "
-                "which knows no padding: leave padded tokens out, and the mask"
-            )
         kv_layout = None if keys == order else self._attention_layout(keys, False)
         documents = self._documents_of(order) if kv_layout is None else ()
         # Padding is at the end only if text is, of which this rank may have none.
@@ -351,10 +362,11 @@ class PassState:
         )
         layouts = layout, layout if kv_layout is None else kv_layout
         seq_lens = None
-        traced = not documents and self._added is None and not few
+        added = not documents and set(keys) <= self._added.keys()
+        traced = not documents and not added and not few
         if traced and all(type(layout) is TokenLayout for layout in layouts):
             seq_lens = torch.tensor([layout.seq_len for layout in layouts], device="cpu")
-        return AttentionCall(lengths, kv_lengths, options, moved, empty, seq_lens)
+        return AttentionCall(lengths, kv_lengths, options, moved, empty, added, seq_lens)
 
     def _documents_of(self, order: tuple[Kind, ...]) -> tuple[Borders, ...]:
         return (self._documents or ()) if self._masked == frozenset(order) else ()
@@ -401,9 +413,11 @@ class PassState:
                 f"{self._name}: an attention of {q.shape[1]} queries and {k.shape[1]} keys, where "
                 f"this rank has {' and '.join(dict.fromkeys(have))}"
             )
-        if self._added is not None and self._added[0] == tokens.queries == tokens.keys:
+        if call.added:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            q, k = _with_products(q, k, self._added[1], scale)
+            numbers = torch.cat([self._added[kind] for kind in tokens.keys], 1)
+            of_queries = numbers if self._products else numbers.new_ones(q.shape[:2])
+            q, k = _with_products(q, k, of_queries, numbers, scale)
         if call.moved:
             q, k, v = (x.roll(-call.moved, 1) for x in (q, k, v))
         out = mesh_attention(q, k, v, call.options._replace(softmax_scale=scale))
@@ -438,18 +452,19 @@ class PassState:
 
 
 def _with_products(
-    q: Tensor, k: Tensor, numbers: Tensor, softmax_scale: float
+    q: Tensor, k: Tensor, of_queries: Tensor, of_keys: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys whose scores have the product of their tokens' numbers added: features more
     of each head, of which kernels know no difference.
 
     Shapes:
-        numbers: ``[b, s_local]``.
+        of_queries, of_keys: numbers ``[b, s_local]``.
     """
-    features = numbers.new_zeros(*numbers.shape, 1, 8)  # head dims are multiples of 8
-    features[..., :2] = numbers[..., None, None]
+    features = of_keys.new_zeros(*of_keys.shape, 1, 8)  # head dims are multiples of 8
+    features[..., :2] = of_keys[..., None, None]
     keys = features.to(k.dtype).expand(*k.shape[:-1], 8)
-    features = features / softmax_scale
+    features = of_queries.new_zeros(*of_queries.shape, 1, 8)
+    features[..., :2] = of_queries[..., None, None] / softmax_scale
     # In two parts, as 1 / softmax_scale is no number of bf16.
     features[..., 1] -= features[..., 0].to(q.dtype)
     queries = features.to(q.dtype).expand(*q.shape[:-1], 8)
@@ -523,6 +538,10 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def _is_given(value: Any) -> bool:
+    # diffusers' caches of keys are given to passes that neither write nor read them, too.
+    layers = getattr(value, "caches", ()) if type(value).__name__ == "GlmImageKVCache" else ()
+    if layers and all(layer.mode in (None, "skip") for layer in layers):
+        return False
     return isinstance(value, Tensor) or bool(value)
 
 

@@ -260,9 +260,11 @@ _IMAGE, _TEXT, _SEQUENCE = (TokenDim(kind, 1) for kind in ("image", "text", "joi
 _JOINT: Mapping[str, TokenDim] = MappingProxyType(
     {"hidden_states": _IMAGE, "encoder_hidden_states": _TEXT}
 )
-_IMAGE_ROWS = TokenDim("image", 0), TokenDim("image", 0)
+_IMAGE_ROW, _SEQUENCE_ROW = TokenDim("image", 0), TokenDim("joint", 0)
+_IMAGE_ROWS, _SEQUENCE_ROWS = (_IMAGE_ROW, _IMAGE_ROW), (_SEQUENCE_ROW, _SEQUENCE_ROW)
+_IMAGE_IN: Mapping[str, TokenDim] = MappingProxyType({"hidden_states": _IMAGE})
+_SEQUENCE_IN: Mapping[str, TokenDim] = MappingProxyType({"hidden_states": _SEQUENCE})
 _TEXT_ROWS = TokenDim("text", 0), TokenDim("text", 0)
-_SEQUENCE_ROWS = TokenDim("joint", 0), TokenDim("joint", 0)
 _PACKED = (
     *("timestep_indices", "token_tags", "position_ids"),
     *("video_indices", "audio_indices", "text_indices"),
@@ -563,7 +565,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             zero_or_not=("image_embeds",),
         ),
         "Krea2Transformer2DModel": Plan(
-            inputs={"transformer_blocks.0": {"hidden_states": _SEQUENCE}},
+            inputs={_FIRST_BLOCK: _SEQUENCE_IN},
             outputs={"rotary_emb": _SEQUENCE_ROWS},
             attention={f"{_BLOCKS}.attn": ("joint",)},
             local=("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn"),
@@ -580,8 +582,8 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "ErnieImageTransformer2DModel": Plan(  # [tokens, b, c]
             inputs={
-                "layers.0": {"x": TokenDim("joint", 0)},
-                "layers.*": {"rotary_pos_emb": _SEQUENCE, "temb": TokenDim("joint", 0)},
+                "layers.0": {"x": _SEQUENCE_ROW},
+                "layers.*": {"rotary_pos_emb": _SEQUENCE, "temb": _SEQUENCE_ROW},
             },
             attention={"layers.*.self_attention": ("joint",)},
             masks={"layers.*": "attention_mask"},
@@ -590,7 +592,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             joined_dim=0,
         ),
         "Ideogram4Transformer2DModel": Plan(
-            inputs={"layers.0": {"hidden_states": _SEQUENCE}},
+            inputs={"layers.0": _SEQUENCE_IN},
             outputs={"rotary_emb": (_SEQUENCE, _SEQUENCE)},
             attention={"layers.*.attention": ("joint",)},
             masks={"layers.*": "attention_mask"},
@@ -600,27 +602,21 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "MiniMaxH3Transformer3DModel": Plan(
             inputs={
-                _FIRST_BLOCK: {"hidden_states": _SEQUENCE},
-                _BLOCKS: {"adaln_indices": TokenDim("joint", 0)},
-                "norm_out": {"timestep_indices": TokenDim("joint", 0)},
+                _FIRST_BLOCK: _SEQUENCE_IN,
+                _BLOCKS: {"adaln_indices": _SEQUENCE_ROW},
+                "norm_out": {"timestep_indices": _SEQUENCE_ROW},
             },
             outputs={"rope": _SEQUENCE_ROWS},
             attention={f"{_BLOCKS}.attn": ("joint",)},
             local=("token_refiner.refiner_blocks.*.attn",),
-            whole=(
-                *("hidden_states", "audio_hidden_states", "encoder_hidden_states", "timestep"),
-                *_PACKED,
-            ),
+            whole=(*_USUAL, "audio_hidden_states", *_PACKED),
             unbatched=("timestep", *_PACKED),
             also_joined={"audio_proj_out": "joint"},
         ),
         "Kandinsky6Transformer3DModel": Plan(
             inputs={
                 "visual_transformer_blocks.0": {"vis": _IMAGE, "aud": TokenDim("audio", 1)},
-                "visual_transformer_blocks.*": {
-                    "vis_rope": TokenDim("image", 0),
-                    "aud_rope": TokenDim("audio", 0),
-                },
+                _KANDINSKY: {"vis_rope": _IMAGE_ROW, "aud_rope": TokenDim("audio", 0)},
             },
             attention={
                 f"{_KANDINSKY}.video_dec_block.self_attention": ("image",),
@@ -633,25 +629,19 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 f"{_KANDINSKY}.av_cross_attention": "image",
             },
             local=(
-                f"{_KANDINSKY}.video_dec_block.cross_attention",
-                f"{_KANDINSKY}.audio_dec_block.cross_attention",
-                "video_text_transformer_blocks.*.attn",
-                "audio_text_transformer_blocks.*.attn",
+                *(f"{_KANDINSKY}.{x}_dec_block.cross_attention" for x in ("video", "audio")),
+                *(f"{x}_text_transformer_blocks.*.attn" for x in ("video", "audio")),
             ),
             whole=(
-                *_USUAL,
-                "pooled_projections",
-                "audio_hidden_states",
-                "visual_rope_pos",
-                "encoder_attention_mask",
-                "visual_token_type_ids",
+                *(*_USUAL, "pooled_projections", "audio_hidden_states", "visual_rope_pos"),
+                *("encoder_attention_mask", "visual_token_type_ids"),
             ),
             unbatched=("visual_rope_pos",),
             joined="visual_transformer_blocks.-1",
             joined_kinds=("image", "audio"),
         ),
         "GlmImageTransformer2DModel": Plan(
-            inputs={"": {"image_rotary_emb": TokenDim("image", 0)}, _FIRST_BLOCK: _JOINT},
+            inputs={"": {"image_rotary_emb": _IMAGE_ROW}, _FIRST_BLOCK: _JOINT},
             outputs={"rope": _IMAGE_ROWS},
             attention={f"{_BLOCKS}.attn1": ("text", "image")},
             whole=(*_USUAL, "prior_token_id", "prior_token_drop", "target_size", "crop_coords"),
@@ -682,10 +672,10 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "WanAnimateTransformer3DModel": replace(
             _WAN,
-            inputs={"blocks.0": {"hidden_states": _IMAGE}},
+            inputs={"blocks.0": _IMAGE_IN},
             outputs={**_WAN.outputs, "face_adapter.*": (_IMAGE,)},
             # Attends to the face of each frame, for which it knows tokens by their index.
-            whole_inputs={"face_adapter.*": {"hidden_states": _IMAGE}},
+            whole_inputs={"face_adapter.*": _IMAGE_IN},
             local=(*_WAN.local, "face_adapter.*"),
             whole=(
                 *(*_WAN.whole, "timestep", "pose_hidden_states", "face_pixel_values"),
@@ -695,7 +685,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "HeliosTransformer3DModel": Plan(
             inputs={
-                "blocks.0": {"hidden_states": _SEQUENCE},
+                "blocks.0": _SEQUENCE_IN,
                 "blocks.*": {"rotary_emb": _SEQUENCE, "temb": _SEQUENCE},
             },
             attention={"blocks.*.attn1": ("joint",)},
@@ -713,8 +703,8 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             _HUNYUAN,
             inputs={
                 _FIRST_BLOCK: _JOINT,
-                _BLOCKS: {"freqs_cis": TokenDim("image", 0)},
-                _SINGLE_BLOCKS: {"image_rotary_emb": TokenDim("image", 0)},
+                _BLOCKS: {"freqs_cis": _IMAGE_ROW},
+                _SINGLE_BLOCKS: {"image_rotary_emb": _IMAGE_ROW},
             },
             outputs={},
             whole=(
@@ -728,18 +718,15 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             refused={"has_clean_x_embedder": False},
         ),
         "StableAudioDiTModel": Plan(
-            inputs={
-                "": {"rotary_embedding": TokenDim("image", 0)},
-                _FIRST_BLOCK: {"hidden_states": _IMAGE},
-            },
+            inputs={"": {"rotary_embedding": _IMAGE_ROW}, _FIRST_BLOCK: _IMAGE_IN},
             attention={f"{_BLOCKS}.attn1": ("image",)},
             local=(f"{_BLOCKS}.attn2",),
             whole=(*_USUAL, "global_hidden_states", "encoder_attention_mask"),
             unbatched=("rotary_embedding",),
         ),
         "StableAudio3DiTModel": Plan(
-            inputs={_FIRST_BLOCK: {"hidden_states": _IMAGE}},
-            outputs={"rotary_pos_emb": (TokenDim("image", 0),)},
+            inputs={_FIRST_BLOCK: _IMAGE_IN},
+            outputs={"rotary_pos_emb": (_IMAGE_ROW,)},
             attention={f"{_BLOCKS}.self_attn": ("image",)},
             local=(f"{_BLOCKS}.cross_attn",),
             whole=(*_USUAL, "global_hidden_states", "encoder_attention_mask"),
@@ -747,17 +734,14 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             joined=_LAST_BLOCK,
         ),
         "MiniMaxMusic3Transformer1DModel": Plan(
-            inputs={_FIRST_BLOCK: {"hidden_states": _IMAGE}},
+            inputs={_FIRST_BLOCK: _IMAGE_IN},
             outputs={"rotary_emb": _IMAGE_ROWS},
             attention={f"{_BLOCKS}.attn": ("image",)},
             whole=_USUAL,
             joined=_LAST_BLOCK,
         ),
         "LongCatAudioDiTTransformer": Plan(
-            inputs={
-                "blocks.0": {"hidden_states": _IMAGE},
-                "blocks.*": {"rope": TokenDim("image", 0)},
-            },
+            inputs={"blocks.0": _IMAGE_IN, "blocks.*": {"rope": _IMAGE_ROW}},
             attention={"blocks.*.self_attn": ("image",)},
             local=("blocks.*.cross_attn",),
             whole=(*_USUAL, "encoder_attention_mask", "latent_cond", "attention_mask"),
@@ -784,19 +768,13 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             whole=_USUAL,
         ),
         "HunyuanDiT2DModel": Plan(
-            inputs={
-                "": {"image_rotary_emb": TokenDim("image", 0), "controlnet_block_samples": _IMAGE}
-            },
+            inputs={"": {"image_rotary_emb": _IMAGE_ROW, "controlnet_block_samples": _IMAGE}},
             outputs={"pos_embed": (_IMAGE,)},
             attention={"blocks.*.attn1": ("image",)},
             local=("blocks.*.attn2",),
             whole=(
-                *_USUAL,
-                "text_embedding_mask",
-                "encoder_hidden_states_t5",
-                "text_embedding_mask_t5",
-                "image_meta_size",
-                "style",
+                *(*_USUAL, "text_embedding_mask", "encoder_hidden_states_t5"),
+                *("text_embedding_mask_t5", "image_meta_size", "style"),
             ),
             unbatched=("image_rotary_emb",),
         ),
@@ -805,11 +783,8 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             outputs={"rope_embedding": _IMAGE_ROWS},
             attention={f"{_BLOCKS}.attn1": ("text", "image")},
             whole=(
-                *_USUAL,
-                "timestep_cond",
-                "encoder_hidden_states_t5",
-                "inpaint_latents",
-                "control_latents",
+                *(*_USUAL, "timestep_cond", "encoder_hidden_states_t5"),
+                *("inpaint_latents", "control_latents"),
             ),
         ),
         "LuminaNextDiT2DModel": Plan(
@@ -831,10 +806,10 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             joined="proj_out_2",
         ),
         "AllegroTransformer3DModel": Plan(
+            # Tables of rotations, and each token's rows of them.
             inputs={
-                # Tables of rotations, and each token's rows of them.
                 "": {"image_rotary_emb": (None, TokenDim("image", -1))},
-                _FIRST_BLOCK: {"hidden_states": _IMAGE},
+                _FIRST_BLOCK: _IMAGE_IN,
             },
             attention={f"{_BLOCKS}.attn1": ("image",)},
             local=(f"{_BLOCKS}.attn2",),
@@ -843,7 +818,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "AnyFlowTransformer3DModel": Plan(
             inputs={
-                "blocks.0": {"hidden_states": _IMAGE},
+                "blocks.0": _IMAGE_IN,
                 "blocks.*": {"rotary_emb": TokenDim("image", 2), "temb": _IMAGE},
             },
             attention={"blocks.*.attn1": ("image",)},
@@ -853,7 +828,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             shared_by_branches="hidden_states",
         ),
         "ConsisIDTransformer3DModel": Plan(
-            inputs={"": {"image_rotary_emb": TokenDim("image", 0)}, _FIRST_BLOCK: _JOINT},
+            inputs={"": {"image_rotary_emb": _IMAGE_ROW}, _FIRST_BLOCK: _JOINT},
             attention={f"{_BLOCKS}.attn1": ("text", "image")},
             whole=(*_USUAL, "timestep_cond", "id_cond", "id_vit_hidden"),
             unbatched=("image_rotary_emb",),
@@ -862,7 +837,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             joined_kinds=("image", "text"),
         ),
         "DreamLiteTransformer2DModel": Plan(
-            inputs={_FIRST_BLOCK: {"hidden_states": _IMAGE}},
+            inputs={_FIRST_BLOCK: _IMAGE_IN},
             attention={f"{_BLOCKS}.attn1": ("image",)},
             local=(f"{_BLOCKS}.attn2",),
             whole=(*_USUAL, "class_labels", "added_cond_kwargs", "encoder_attention_mask"),
@@ -874,26 +849,18 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
 # The other classes of diffusers, and why none of them has a plan.
 WITHOUT_PLAN: Mapping[str, str] = MappingProxyType(
     {
-        "Cosmos3OmniTransformer": "one processor attends causally to text, and then to text and "
-        "image, without a dim of samples",
-        "WanAnimate2Transformer3DModel": "a cache of keys, and a block mask of FlexAttention made "
-        "from all frames",
-        "SanaWMTransformer3DModel": "recurrent attention over frames, and convolutions over the "
-        "grid of tokens in each block",
+        "Cosmos3OmniTransformer": "attends causally to text, and again to text and image",
+        "WanAnimate2Transformer3DModel": "a cache of keys, and a block mask of FlexAttention",
+        "SanaWMTransformer3DModel": "recurrent attention, and convolutions over the grid of tokens",
         "SanaWMLTX2RefinerTransformer3DModel": "a cache of keys of earlier frames",
-        "SanaTransformer2DModel": "linear attention, and a convolution over the grid of tokens in "
-        "each block",
-        "SanaVideoTransformer3DModel": "linear attention, and convolutions over the grid of tokens "
-        "in each block",
-        "Kandinsky6SRTransformer3DModel": "block-sparse attention (NABLA), whose blocks are chosen "
-        "from all queries and keys",
-        "Kandinsky5Transformer3DModel": "queries and keys are rounded to bf16 in fp32 passes too, "
-        "so no pass could be compared to 1e-5",
+        "SanaTransformer2DModel": "linear attention, and a convolution over the grid of tokens",
+        "SanaVideoTransformer3DModel": "linear attention, and convolutions over the grid of tokens",
+        "Kandinsky6SRTransformer3DModel": "attention to blocks chosen from all queries and keys",
+        "Kandinsky5Transformer3DModel": "rounds queries and keys to bf16 in fp32 passes too, so no "
+        "pass could be compared to 1e-5",
         "QwenImage21Transformer2DModel": "attention is causal between images",
-        "AnyFlowFARTransformer3DModel": "attention is causal between chunks of frames, with a "
-        "cache of keys",
-        "JoyImageEditPlusTransformer3DModel": "images of a batch are padded, each to its own "
-        "number of tokens",
+        "AnyFlowFARTransformer3DModel": "attention is causal between frames, with a cache of keys",
+        "JoyImageEditPlusTransformer3DModel": "pads the images of a batch, each to its own length",
         "NucleusMoEImageTransformer2DModel": "experts choose their tokens among all of the image",
         "AceStepTransformer1DModel": "every second layer attends within a window",
         "PRXTransformer2DModel": "the image attends to text that is no query itself",

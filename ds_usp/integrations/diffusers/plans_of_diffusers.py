@@ -1,0 +1,100 @@
+"""Plans for classes that ds_usp has none for, from the plans of diffusers' own parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ds_usp.errors import UnsupportedAttentionError
+from ds_usp.integrations.diffusers.pass_state import ATTENTION_KWARGS
+from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, parameters_of
+
+_LOCAL = ("attn2", "cross", "refiner")
+
+
+NO_PLAN = (
+    "ds_usp has no plan for {}, and has made one from diffusers' own parallelism. Give one of your "
+    "own (plan=...)"
+)
+
+
+class DerivedPlan(Plan):
+    """A plan whose first pass is compared with that of one process."""
+
+
+# Note [plans of diffusers]
+# diffusers' plan says which tensors are split and gathered, along which dims. It does not say which
+# of them are text, which attention modules have all tokens, and which text that stays whole: that
+# is told from names, and the first pass of each rank is computed as one process computes it, too.
+def plan_of_diffusers(transformer: nn.Module) -> DerivedPlan | None:
+    """The plan of a class by its ``_cp_plan``, or None where diffusers has none either."""
+    entries: Mapping[str, Any] = getattr(type(transformer), "_cp_plan", None) or {}
+    attention = [name for name, x in transformer.named_modules() if hasattr(x, "processor")]
+    local = tuple(
+        path
+        for path in attention
+        if any(part in path for part in _LOCAL)
+        or getattr(transformer.get_submodule(path), "is_cross_attention", False)
+    )
+    is_cross = any("refiner" not in path for path in local)  # its text stays whole
+    inputs: dict[str, dict[str, Any]] = {}
+    outputs: dict[str, tuple[TokenDim, ...]] = {}
+    joined: list[str] = []
+    for path, entry in entries.items():
+        if not isinstance(entry, Mapping):
+            joined.append(path)
+            continue
+        for key, split in entry.items():
+            each = list(split) if isinstance(split, Sequence) else [split]
+            text = "text" in str(key) or "txt" in str(key) or "encoder_hidden" in str(key)
+            dims = tuple(
+                TokenDim(_kind(path, key, text), x.split_dim, x.expected_dims) for x in each
+            )
+            if each[0].split_output:
+                outputs[path] = (*outputs.get(path, ()), *dims)
+            elif not ("mask" in str(key) or (text and is_cross)):
+                inputs.setdefault(path, {})[str(key)] = dims[0] if len(dims) == 1 else dims
+    if not joined or not all(_is_plain(entry) for entry in entries.values()):
+        return None
+    kinds = {x.kind for entry in inputs.values() for x in entry.values() if x is not None}
+    order: tuple[Kind, ...] = ("text", "image") if "text" in kinds else ("image",)
+    sharded = [path for path in attention if path not in local]
+    names = parameters_of(transformer)
+    return DerivedPlan(
+        inputs=inputs,
+        outputs=outputs,
+        attention=dict.fromkeys(sharded, order),
+        local=local,
+        whole=tuple(x for x in names if x not in ATTENTION_KWARGS and x not in inputs.get("", ())),
+        joined=joined[0],
+        also_joined=dict.fromkeys(joined[1:], "image"),
+    )
+
+
+def _is_plain(entry: Any) -> bool:
+    if not isinstance(entry, Mapping):
+        return isinstance(entry, ContextParallelOutput) and entry.gather_dim == 1
+    return all(isinstance(x, ContextParallelInput) for x in entry.values())
+
+
+def _kind(path: str, key: object, text: bool) -> Kind:
+    audio = "audio" in path or "audio" in str(key)
+    return "audio" if audio else "text" if text else "image"
+
+
+def check_first_pass(name: str, have: Any, want: Any) -> None:
+    """UnsupportedAttentionError if the outputs of a pass are not those of one process."""
+    for x, y in zip(tree_leaves(have), tree_leaves(want), strict=True):
+        if not isinstance(x, Tensor):
+            continue
+        limit = 1e-4 if x.element_size() >= 4 else 2e-2
+        off = float((x.detach().double() - y.double()).norm() / y.double().norm())
+        if not off <= limit:
+            raise UnsupportedAttentionError(
+                f"{NO_PLAN.format(name)}: its outputs are {off:.1e} off one process, more than "
+                f"{limit:g}. Where dropout is on make the first pass after eval()"
+            )
