@@ -342,7 +342,7 @@ class MaskSpec:
                     yield (Area(start, stop, *borders[index : index + 2]),)
 
     def _areas_in_window(self, sample: int, left: int) -> Iterator[tuple[Area]]:
-        """What the window of each segment's rows holds of its ancestors, an area for each."""
+        """Yield an area for each segment and ancestor that the window of the segment reaches."""
         borders, parents = self.documents[sample], self.parents[sample]
         depths = self.contexts(sample)  # of the first token of each
         for index, (start, stop) in enumerate(pairwise(borders)):

@@ -67,7 +67,7 @@ def answer(result: SearchResult, longer: SearchResult | None = None) -> Answer:
 
 
 def _degrees(result: SearchResult, plan: Plan) -> Iterator[str]:
-    """Which ulysses x ring the rule takes, and if it is not the plan's, why not."""
+    """Say which ulysses x ring the rule takes, and why the plan has another one."""
     config, model = plan.config, result.work.model
     if config.sp == 1:
         yield f"whole sequences: {RULE[0]}, and one holds it"
@@ -95,7 +95,7 @@ def _rule_of(result: SearchResult, plan: Plan) -> tuple[int, int]:
 
 
 def _preferred(result: SearchResult, plan: Plan, other: Plan) -> str:
-    """By what a plan is preferred to another one of about its speed."""
+    """Return the words of the preference that decides for a plan and against another one."""
     one, two = (preference(result.cluster, result.work.model, x) for x in (plan, other))
     return next(words for words, a, b in zip(PREFERENCES, one, two, strict=True) if a < b)
 
@@ -127,7 +127,7 @@ def _alternatives(result: SearchResult, plan: Plan) -> Iterator[str]:
 
 
 def _difference(plan: Plan, other: Plan) -> str:
-    """What another plan has that this one has not."""
+    """Name the settings that another plan has and this one has not."""
     own, others = plan.config.parts(), other.config.parts()
     words = [text for kind, text in others.items() if own.get(kind) != text]
     words += [f"{_WITHOUT.get(kind, 'no')} {kind}" for kind in own if kind not in others]
@@ -140,7 +140,7 @@ _WITHOUT: Mapping[str, str] = MappingProxyType(
 
 
 def _against(result: SearchResult, plan: Plan, other: Plan) -> str:
-    """How fast another plan is, and why it is not taken."""
+    """Say how fast another plan is, and why it is not taken."""
     ratio = other.time.total / plan.time.total - 1
     speed = f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
     speed = "as fast" if abs(ratio) < 5e-4 else speed
@@ -237,7 +237,7 @@ _INDENTED: Mapping[str, Any] = MappingProxyType(
 
 
 def in_order(outcomes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """What became of configurations, of how many: those that could run first, then rules."""
+    """Return what became of the configurations, each with its count: first those that could run."""
     first = {rule: outcomes.get(rule, 0) for rule in OUTCOMES}
     others = {f"refused: {rule}": count for rule, count in outcomes.items() if rule not in first}
     return [(rule, count) for rule, count in (first | others).items() if count]

@@ -527,9 +527,10 @@ def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> 
 
 
 def _gathered_by_fsdp2(work: Workload, config: ParallelConfig, *, at_loss: bool) -> float:
-    """What is whole on a rank in bf16 under FSDP2 with a unit a layer: the tables of the model,
-    from the first pass to the last; a layer. In a layer's backward pass also the next one,
-    which is gathered ahead, the layer's gradients, and the head's, which wait for the model's."""
+    """Return the bytes that are whole on a rank in bf16 under FSDP2, with a unit a layer: the
+    tables of the model from the first pass to the last, and a layer. In a layer's backward pass
+    also the next one, which is gathered ahead, the layer's gradients, and the head's, which wait
+    for the model's."""
     table = _table_elements(work, config)
     layer = max(sum(layer_matrices(part)) for part in work.model.parts)
     tables = table * (1 if work.model.tied else 2)
@@ -538,8 +539,8 @@ def _gathered_by_fsdp2(work: Workload, config: ParallelConfig, *, at_loss: bool)
 
 
 def fsdp2_root_bytes(work: Workload, config: ParallelConfig) -> float:
-    """At the end of the backward pass under FSDP2: the tables whole, their gradients in bf16, and
-    these once more in the dtype in which they are reduced. 0 elsewhere."""
+    """Return the bytes that live at the end of the backward pass under FSDP2: whole tables, their
+    gradients in bf16, and these once more in the dtype of the reduction. 0 elsewhere."""
     if not config.fsdp2:
         return 0.0
     tables = _table_elements(work, config) * (1 if work.model.tied else 2)

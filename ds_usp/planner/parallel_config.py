@@ -204,7 +204,7 @@ class ParallelConfig:
 
     @property
     def sharding(self) -> str:
-        """What shards the states of training, by its name."""
+        """The name of what shards the states of training."""
         bf16 = " in bf16" if self.bf16_states else ""
         return f"FSDP2{bf16}" if self.fsdp2 else f"ZeRO-{self.zero}"
 
@@ -424,7 +424,7 @@ def length_options(work: Workload, config: ParallelConfig, setting: str) -> list
 
 @dataclass(frozen=True, slots=True)
 class FrameworkCaps:
-    """What the program that trains can do.
+    """The settings that the program that trains has.
 
     Args:
         zero: stages of ZeRO; ``zero_in_pipeline`` those that go with one.

@@ -355,7 +355,7 @@ def comm_json(
 
 
 def _sent_table(rows: Sequence[Json]) -> Table:
-    """What ranks send, a column for each kind and direction, in MiB."""
+    """Tabulate what ranks send in MiB, a column for each kind and direction."""
     columns = {
         f"{short} {kind.replace('_', ' ')}": number(f"{way}_bytes.{kind}", MIB, 2)
         for short, way in (("fwd", "forward"), ("bwd", "backward"))
@@ -429,7 +429,7 @@ def shortage(
     workspace_bytes: float,
     framework: FrameworkCaps | None = None,
 ) -> tuple[Json, list[str]]:
-    """What a configuration lacks of a GPU's memory, and what would help, as JSON and as lines."""
+    """Return what would help a configuration that a GPU cannot hold, as JSON and as lines."""
     changes = what_would_help(work, config, workspace_bytes, framework)
     rows = [{"change": change, "saves_bytes": round(saved)} for change, saved in changes]
     lines = [

@@ -92,7 +92,7 @@ class SearchResult:
 
     @property
     def considered(self) -> int:
-        """How many configurations were looked at."""
+        """The number of configurations that were looked at."""
         return sum(self.outcomes.values())
 
     @property
@@ -237,8 +237,8 @@ class _Collector:
     def _shardings_and_stages(
         self, config: ParallelConfig, shardings: Sequence[tuple[int, bool]], chunks: Sequence[int]
     ) -> None:
-        """What shards the states, and virtual pipeline stages, which leave a layer's time as it
-        is."""
+        """Evaluate a configuration with each way to shard the states and each number of virtual
+        pipeline stages, which leave a layer's time as it is."""
         cost = self._micro_batch(config)
         for chunk in chunks:
             bound = self._best_possible(config, chunk, cost)
@@ -463,7 +463,7 @@ PREFERENCES = (
 
 
 def preference(cluster: Cluster, model: ModelShape, plan: Plan) -> tuple[float, ...]:
-    """What decides among plans that differ by less than the error of the formulas: the smaller of
+    """Return the key that decides among plans within the error of the formulas: the smaller of
     two is taken. No recomputation beyond attention, no offload, fewer settings that trade time for
     length, the lower stage of ZeRO, the fewest GPUs a sequence, the rule's degrees; then what is
     recomputed, and the time.

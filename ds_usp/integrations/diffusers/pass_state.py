@@ -236,7 +236,7 @@ class PassState:
         return x
 
     def count_last(self, number: int, kind: Kind) -> int:
-        """How many of the last tokens, so many, this rank has."""
+        """Return the number of the sequence's last ``number`` tokens that this rank has."""
         layout = self.layout(kind)
         first = layout.seq_len - number
         segments = layout.segments(self._mesh.rank)

@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def joins(self) -> Mapping[str, tuple[Kind | None, ...]]:
-        """By module whose outputs are the transformer's, their tokens."""
+        """The kinds of tokens that are joined of each module's outputs."""
         last: Kind = "joint" if ("joint",) in self.attention.values() else "image"
         also = {path: (kind,) for path, kind in self.also_joined.items()}
         return {self.joined: self.joined_kinds or (last,), **also}
