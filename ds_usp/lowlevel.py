@@ -3,7 +3,6 @@ the refusal of second derivatives, functions of other packages with other global
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -96,7 +95,10 @@ class PreparedLaunch:
         offsets = tuple([x % _ALIGNMENT for x in addresses]) if bits % _ALIGNMENT else ()
         key = device.index, dtypes, offsets
         run = self._compiled.get(key)
-        with _on(device):
+        if run is not None and device.index == torch.cuda.current_device():
+            run(*addresses, *self._all_numbers)
+            return
+        with torch.cuda.device(device):
             if run is not None:
                 run(*addresses, *self._all_numbers)
                 return
@@ -142,12 +144,6 @@ def _launcher_passes_constexprs() -> bool:
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return _TRITON[0] <= version < _TRITON[1]
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    if device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def refuse_second_derivative(what: str, error: type[USPError] = ConfigError) -> None:

@@ -50,8 +50,8 @@ class FakeStream:
     def cuda_stream(self) -> FakeStream:
         return self
 
-    def record_event(self) -> FakeEvent:
-        event = FakeEvent()
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent()
         event.record(self)
         return event
 

@@ -7,16 +7,25 @@ key/value heads, D head dim of keys, E of values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from ds_usp.comm.channel import Channel, RecvSpec, SendSlice, StagingBuffer, split_features
+from ds_usp.comm.channel import (
+    Channel,
+    RecvSpec,
+    SendSlice,
+    StagingBuffer,
+    StridedView,
+    split_features,
+)
+from ds_usp.comm.packing import OwnTokens, PackPlan, SendViews
 from ds_usp.geometry.pipeline_schedule import MAX_DKV_BUFFERS
 from ds_usp.geometry.ring_schedule import RingStep
 from ds_usp.geometry.ring_traffic import TokenRange
-from ds_usp.geometry.segments import Runs
+from ds_usp.geometry.segments import Runs, Span
 from ds_usp.kernels.merge import GradAccumulator
 from ds_usp.lowlevel import strided_copy
 
@@ -103,19 +112,19 @@ class KVExchange:
     ) -> None:
         self.channel, self._transfers, self._shapes = channel, transfers, _head_shapes(k, v)
         batch, features = k.shape[0], _num_features(k, v)
-        sizes = [max([x.num_tokens for x in transfers[i::2]], default=0) for i in range(2)]
-        self._buffers = [k.new_empty(size, batch, features) for size in sizes]
+        self._buffers = [
+            k.new_empty(max([x.num_tokens for x in transfers[i::2]]), batch, features)
+            for i in range(min(2, len(transfers)))
+        ]
         self._block = self._buffers[0]  # what the exchange in flight fills
 
     def post(self, number: int, packed: torch.Tensor, *, overlapped: bool) -> None:
         """Other ranks receive their blocks from ``packed``."""
         transfer = self._transfers[number]
-        self._block = block = self._buffers[number % 2][: transfer.num_tokens]
-        stride = packed.stride(0)  # it is dense
-        recvs = [
-            RecvSpec(rank, block[start:stop], offset * stride)
-            for rank, start, stop, offset in transfer.recvs
-        ]
+        self._block = block = self._buffers[number % 2]
+        if len(block) > transfer.num_tokens:
+            self._block = block = block[: transfer.num_tokens]
+        recvs = _recvs(block, packed, transfer.recvs)
         self.channel.post(packed, transfer.sends, recvs, overlapped=overlapped)
 
     def wait(self) -> KV:
@@ -162,25 +171,28 @@ class KVGradExchange:
         dk, dv = self._staged.views(self._shapes, tokens_first=True)
         return dk, dv
 
-    def post(self, number: int, grads: KVGrads) -> None:
+    def post(self, number: int, grads: KVGrads, *, overlapped: bool = True) -> None:
         """Send the gradients of a received block, and receive those of KV that this rank has
         sent."""
         transfer, self._in_flight = self._transfers[number], number
         if self._buffer_each:
             self._buffer = self._buffer.new_empty(transfer.num_grad_tokens, *self._row)
         remote = transfer.num_remote_tokens
+        dk = dv = None
+        if self._staged is None and self._buffer.is_cuda:
+            dk, dv = map(GradAccumulator.as_tensor_if_single, grads)
         staging, self._staged = self._staged or self._acquire_staging(remote), None
-        views = staging.views(self._shapes, tokens_first=True)
-        for grad, view, target in zip(grads, views, self._targets, strict=True):
-            grad.write(view[:, :remote])
-            if remote < transfer.num_tokens:
+        if dk is not None and dv is not None and dk.dtype == dv.dtype == self._dtype:
+            _pack_run(staging.tensor, (0, remote), dk, dv)
+        else:
+            views = staging.views(self._shapes, tokens_first=True)
+            for grad, view in zip(grads, views, strict=True):
+                grad.write(view[:, :remote])
+        if remote < transfer.num_tokens:
+            for grad, target in zip(grads, self._targets, strict=True):
                 grad.transfer_to(remote, target)
-        stride = staging.tensor.stride(0)  # it is dense
-        recvs = [
-            RecvSpec(rank, self._buffer[start:stop], offset * stride)
-            for rank, start, stop, offset in transfer.grad_recvs
-        ]
-        self.channel.post(staging.tensor, transfer.grad_sends, recvs)
+        recvs = _recvs(self._buffer, staging.tensor, transfer.grad_recvs)
+        self.channel.post(staging.tensor, transfer.grad_sends, recvs, overlapped=overlapped)
 
     def wait(self) -> None:
         """Wait for the exchange in flight and sum what was received."""
@@ -190,7 +202,7 @@ class KVGradExchange:
         for (_, start, stop, _), span in zip(transfer.grad_recvs, transfer.grad_spans, strict=True):
             for target, grad in zip(self._targets, grads, strict=True):
                 target.add(
-                    grad[:, start:stop],
+                    grad if stop - start == grad.shape[1] else grad[:, start:stop],
                     [span],
                     sum_now=not self._buffer_each,
                     defer=self._buffer_each,
@@ -209,11 +221,46 @@ def pack_kv(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> t
     the runs of tokens that any rank receives."""
     shape = (k.shape[1], k.shape[0], _num_features(k, v))
     staging = channel.acquire_staging(shape, k, k.dtype)
+    if k.is_cuda:
+        for run in runs:
+            _pack_run(staging.tensor, run, k, v)
+        return staging.tensor
     views = staging.views(_head_shapes(k, v), tokens_first=True)
     for view, x in zip(views, (k, v), strict=True):
         for start, stop in runs:
             strided_copy(view[:, start:stop], x[:, start:stop])
     return staging.tensor
+
+
+def _pack_run(staging: torch.Tensor, run: Span, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Pack a run of tokens of both, by one kernel where Triton is installed: its launch costs the
+    host less than two copies with their views."""
+    plan = _plan_run(run, (k.shape, k.stride()), (v.shape, v.stride()))
+    rows = staging if run == (0, staging.shape[0]) else staging[run[0] : run[1]]
+    plan.pack(rows, (k, v), (k, v))
+
+
+@lru_cache(maxsize=1024)
+def _plan_run(run: Span, *tensors: tuple[tuple[int, ...], tuple[int, ...]]) -> PackPlan:
+    """How a run of tokens of tensors ``[B, T, G, .]`` of these shapes and strides is packed, into a
+    buffer of these tokens. This rank keeps none of them apart."""
+    (start, stop), views = run, []
+    for (batch, _, heads, dim), (sample, token, head, feature) in tensors:
+        size, stride = (1, stop - start, batch, heads, dim), (0, token, sample, head, feature)
+        pieces = StridedView(size, stride, start * token)
+        views.append(SendViews(pieces, StridedView(size[1:], stride[1:], 0)))
+    features = sum([view.pieces.size[3] * view.pieces.size[4] for view in views])
+    shape = 1, stop - start, tensors[0][0][0], features
+    return PackPlan(shape, OwnTokens(0, ()), views)
+
+
+def _recvs(buffer: torch.Tensor, packed: torch.Tensor, rows: Sequence[RecvRows]) -> list[RecvSpec]:
+    """Return the receives into rows of a dense buffer, from others' buffers like ``packed``."""
+    row, recvs = packed.stride(0), []  # it is dense
+    for rank, start, stop, offset in rows:
+        view = StridedView(((stop - start) * row,), (1,), start * row)
+        recvs.append(RecvSpec(rank, buffer, offset * row, 0, view))
+    return recvs
 
 
 def _num_features(k: torch.Tensor, v: torch.Tensor) -> int:

@@ -248,8 +248,11 @@ class ForwardPass(Pass[ForwardChunk]):
 
     def wait_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Wait for all tokens of the chunk's heads: ``q [b, S, h, d]``, and likewise k and v."""
-        chunk.q, *kv = chunk.exchange.wait()
+        self._take_heads(chunk, chunk.exchange.wait())
         chunk.exchange = DONE
+
+    def _take_heads(self, chunk: ForwardChunk, tensors: Sequence[torch.Tensor]) -> None:
+        chunk.q, *kv = tensors
         if kv:
             self._group_kv = kv[0], kv[1]
         chunk.local_kv = self._group_kv
@@ -257,6 +260,9 @@ class ForwardPass(Pass[ForwardChunk]):
 
     def slice_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Take the chunk's heads where one Ulysses rank has all tokens: nothing is sent."""
+        if self.plan.single_shot:
+            self._take_heads(chunk, self._qkv)
+            return
         self.post_heads(chunk, instr)
         self.wait_heads(chunk, instr)
 
@@ -406,8 +412,11 @@ class BackwardPass(Pass[BackwardChunk]):
 
     def wait_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Wait for all tokens of the chunk's heads, and begin the sums of their gradients."""
-        *shards, chunk.dout = chunk.exchange.wait()
+        self._take_heads(chunk, chunk.exchange.wait())
         chunk.exchange = DONE
+
+    def _take_heads(self, chunk: BackwardChunk, tensors: Sequence[torch.Tensor]) -> None:
+        *shards, chunk.dout = tensors
         if shards:
             q, *kv, out = shards
             if kv:
@@ -423,6 +432,9 @@ class BackwardPass(Pass[BackwardChunk]):
 
     def slice_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Take the chunk's heads where one Ulysses rank has all tokens: nothing is sent."""
+        if self.plan.single_shot:
+            self._take_heads(chunk, (*self._shards, self._out, self._dout))
+            return
         self.post_heads(chunk, instr)
         self.wait_heads(chunk, instr)
 
@@ -483,7 +495,7 @@ class BackwardPass(Pass[BackwardChunk]):
             self.begin_step(chunk, index)
         _dq, dk, dv = chunk.step_grads
         exchange = chunk.grad_exchange or chunk.open_grads()
-        exchange.post(instr.number, (dk, dv))
+        exchange.post(instr.number, (dk, dv), overlapped=instr not in self._exposed)
         chunk.step_grads = ()
 
     def wait_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:

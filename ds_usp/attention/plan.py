@@ -236,7 +236,7 @@ class AttentionPlan:
         log-sum-exp; or the tensors of all chunks one after the other, of which those that share
         keys and values have them once."""
         if self.saves_shards:
-            return [*shards, *(chunk.lse for chunk in saved)]
+            return [*shards, *[chunk.lse for chunk in saved]]
         tensors: list[torch.Tensor] = []
         for chunk, (q, k, v, out, lse) in zip(self.chunks, saved, strict=True):
             tensors += (q, k, v, out, lse) if chunk.has_kv else (q, out, lse)

@@ -106,10 +106,6 @@ class RecvSpec(NamedTuple):
     row_stride: int = 0
     view: StridedView | None = None
 
-    @property
-    def target(self) -> torch.Tensor:
-        return self.out if self.view is None else self.view.of(self.out)
-
 
 class StagingBuffer:
     """Dense memory ``[rows, ...]`` to pack sends into. Its views are cached: a copy engine's buffer
@@ -275,8 +271,8 @@ class P2PChannel(Channel):
             sent_bytes += size
             between_nodes += size if to in self._other_nodes else 0
         for recv in recvs:
-            source, offset = recv.rank, recv.offset
-            out = recv.out if recv.view is None else recv.target
+            source, out, offset, _, view = recv
+            out = out if view is None else view.of(out)
             # A copy, not a message to itself.
             if source == self._rank:
                 out.copy_(packed.view(-1)[offset : offset + out.numel()].view(out.shape))

@@ -329,6 +329,7 @@ class Slot:
         published: readers were signalled that its present contents are packed.
         done_events: end of its last exchange outside of CUDA graphs (0), and in the graph that is
             being captured, by the graph's number.
+        done_on: a stream behind the first of these events, once nobody else waits for it.
         buffers: views of it that were made, by their sizes and dtype.
         flag_batches: flag operations of its exchanges, by who reads what.
     """
@@ -339,6 +340,7 @@ class Slot:
     generation: int = 0
     published: bool = False
     done_events: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    done_on: torch.cuda.Stream | None = None
     buffers: dict[tuple[Sequence[int], torch.dtype], StagingBuffer] = field(default_factory=dict)
     flag_batches: dict[tuple[tuple[int, ...], ...], _FlagBatches] = field(default_factory=dict)
 
@@ -463,7 +465,8 @@ class CopyEngine:
             self._captured.append(self._memory)
         # Flags of the slot's last exchange have been cleared then. Between a graph and the work
         # before and after its launch the stream's order says so; no event could be waited for.
-        if (done := slot.done_events.get(graph)) is not None:
+        done = slot.done_events.get(graph)
+        if done is not None and (graph or slot.done_on is not stream):
             stream.wait_event(done)
         slot.wait_free.enqueue(stream.cuda_stream)
         slot.generation, slot.published = slot.generation + 1, False
@@ -521,9 +524,12 @@ class CopyEngine:
         graph = graph_capture_id(current)
         if graph:  # a capture ends only if all work of the stream is before an awaited event
             flags.set_free.enqueue(raw_stream)
-        done = stream.record_event()
+        # One that was waited for is recorded again: to make and to destroy one costs the host.
+        waited_for = slot.done_on is not None and not graph
+        done = stream.record_event(slot.done_events.get(0) if waited_for else None)
         if not graph:
             flags.set_free.enqueue(raw_stream)
+            slot.done_on = None if overlapped else current
         slot.published = self._posted = True
         if graph and graph not in slot.done_events:  # the capture of another graph is over
             slot.done_events = {key: slot.done_events[key] for key in slot.done_events if not key}
@@ -557,8 +563,12 @@ class CopyEngine:
             )
         return batches
 
-    def wait_for(self, done: torch.cuda.Event) -> None:
-        current_stream(self._device).wait_event(done)
+    def wait_for(self, done: torch.cuda.Event, slot: Slot) -> None:
+        """Let the current stream wait for the last exchange of a slot."""
+        stream = current_stream(self._device)
+        stream.wait_event(done)
+        if done is slot.done_events.get(0):
+            slot.done_on = stream
 
     def _pull_all(self, stream: int, slot: Slot, recvs: Sequence[RecvSpec], itemsize: int) -> None:
         for recv in recvs:
@@ -655,8 +665,8 @@ class CopyEngineChannel(Channel):
     def wait(self) -> None:
         if not self.in_flight:
             raise MeshError(f"no {self._kind} exchange was posted")
-        if self._done is not None:
-            self._engine.wait_for(self._done)
+        if self._done is not None and self._slot is not None:
+            self._engine.wait_for(self._done, self._slot)
         self._done, self._recvs, self.in_flight = None, (), False
 
 

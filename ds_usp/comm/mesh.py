@@ -550,10 +550,12 @@ class SequenceMesh:
 
     def needs_reserve(self, sizes: Mapping[str, int]) -> bool:
         """Whether :meth:`reserve` would allocate for these sizes; the same on every rank."""
-        engines = self.copy_engines.items()
-        enough = {kind for kind, engine in engines if engine.has_capacity(sizes.get(kind, 0))}
-        lacking = [kind for kind, size in sizes.items() if size and kind not in enough]
-        return any(self._group_of(kind) is not None for kind in lacking)
+        for kind, size in sizes.items():
+            engine = self.copy_engines.get(kind)
+            fits = engine is not None and engine.has_capacity(size)
+            if size and not fits and self._group_of(kind) is not None:
+                return True
+        return False
 
     def flat(self) -> SequenceMesh:
         """The mesh of the same ranks and communicators with ring degree 1: one Ulysses axis, for

@@ -87,7 +87,7 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
     if len(runs) > MAX_SLICES:
         return None
     own_runs = (*chain(*runs), *(0, 0, 0) * (MAX_SLICES - len(runs)))
-    longest = max([stop - start for start, stop, _ in runs])
+    longest = max([stop - start for start, stop, _ in runs], default=0)
     parts = [slice(i, i + _MAX_TENSORS) for i in range(0, len(strides), _MAX_TENSORS)]
 
     def launch_of(tokens_of_grid: int, pieces_of_grid: int, only_own: bool) -> Callable[..., bool]:

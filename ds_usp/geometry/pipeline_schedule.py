@@ -305,10 +305,13 @@ def exchange_order(schedule: Schedule) -> str:
 
 
 def exposed_posts(schedule: Schedule) -> frozenset[Instr]:
-    """Posts that the wait for them follows at once: the exchanges overlap nothing."""
+    """Posts that the wait for them follows at once: the exchanges overlap nothing. The end of a
+    chunk's kernel calls, which merges outputs forward, takes nothing backward."""
+    backward = any(instr.op is Op.DKV_POST for instr in schedule)
+    steps = [instr for instr in schedule if not (backward and instr.op is Op.END)]
     return frozenset(
         instr
-        for instr, following in pairwise(schedule)
+        for instr, following in pairwise(steps)
         if following.op.value == f"{instr.op.value}?" and following[1:] == instr[1:]
     )
 

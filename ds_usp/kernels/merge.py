@@ -88,13 +88,18 @@ class OutputAccumulator:
         return out, lse
 
     def _write_result(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """``out`` may be the first partial result's values."""
+        """``out`` and ``lse`` may be the first partial result, which covers all rows then."""
+        in_place = out is self._partials[0][0] if self._partials else False
         for rows, spans in coverage_runs(tuple(self._spans), 0, self._q.shape[1]):
+            if in_place and len(spans) == 1:  # it has these rows
+                continue
             run_out, run_lse = (out, lse) if rows is None else (out[:, rows], lse[:, :, rows])
             partials = []
             for index, inside in spans:
                 value, sums = self._partials[index]
-                if inside is not None:
+                if in_place and index == 0:
+                    value, sums = run_out, run_lse
+                elif inside is not None:
                     value, sums = value[:, inside], sums[:, :, inside]
                 partials.append((value, sums))
             if not partials:
@@ -102,7 +107,7 @@ class OutputAccumulator:
                 run_lse.fill_(float("-inf"))
             elif len(partials) > 1:
                 _merge_into(run_out, run_lse, partials)
-            elif out is not self._partials[0][0]:
+            else:
                 strided_copy(run_out, partials[0][0])
                 run_lse.copy_(partials[0][1])
 
@@ -163,13 +168,23 @@ class GradAccumulator:
             self._flush()
 
     def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The sum in a dtype, the shard's if None; zeros where nothing was added."""
+        """The sum in a dtype, the shard's if None; zeros where nothing was added. Called once."""
         dtype = dtype or self._dtype
         if self._is_single() and (self._first_is_sum or _owns_storage(self._partials[0])):
             return self._partials[0].to(dtype)
-        total = torch.empty(self._shape, dtype=dtype, device=self._device)
+        if self._first_can_be_sum(dtype):
+            total = self._partials[0]
+        else:
+            total = torch.empty(self._shape, dtype=dtype, device=self._device)
         self.write(total)
         return total
+
+    def _first_can_be_sum(self, dtype: torch.dtype) -> bool:
+        """The first partial gradient has memory of its own for the whole shard, in this dtype."""
+        if not self._partials or self._partials[0].shape != self._shape:
+            return False
+        first = self._partials[0]
+        return first.dtype == dtype and first.stride(-1) == 1 and _owns_storage(first)
 
     def as_tensor_if_single(self) -> torch.Tensor | None:
         """The sum in the shard's dtype if it is one tensor already; else None."""
@@ -182,16 +197,23 @@ class GradAccumulator:
         return len(self._partials) == 1 and self._partials[0].shape == self._shape
 
     def write(self, out: torch.Tensor, first: int = 0) -> None:
-        """Write the sum of the tokens from ``first`` on into ``out``, as many as it has."""
+        """Write the sum of the tokens from ``first`` on into ``out``, as many as it has, which may
+        be the first partial gradient."""
+        in_place = out is self._partials[0] if self._partials else False
         for rows, spans in coverage_runs(tuple(self._spans), first, first + out.shape[1]):
+            if in_place and len(spans) == 1:  # it has these tokens
+                continue
+            run_out = out if rows is None else out[:, rows]
             partials = []
             for index, inside in spans:
-                partial = self._partials[index]
-                partials.append(partial if inside is None else partial[:, inside])
-            _sum_into(out if rows is None else out[:, rows], partials)
+                partial = run_out if in_place and index == 0 else self._partials[index]
+                whole = inside is None or partial is run_out
+                partials.append(partial if whole else partial[:, inside])
+            _sum_into(run_out, partials)
 
     def transfer_to(self, start: int, target: GradAccumulator) -> None:
-        """Add the tokens from ``start`` on to another accumulator, as its first tokens."""
+        """Add the tokens from ``start`` on to another accumulator, as its first tokens: this one is
+        not read after that, whose memory may be written there."""
         for (first, last), partial in zip(self._spans, self._partials, strict=True):
             if last > start:
                 rest = partial if first >= start else partial[:, start - first :]
@@ -218,6 +240,11 @@ def _owns_storage(x: torch.Tensor) -> bool:
     return bool(x.untyped_storage().nbytes() == x.numel() * x.element_size())
 
 
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Both are dense and of one dtype."""
+    return a.dtype == b.dtype and a.is_contiguous() and b.is_contiguous()
+
+
 def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
     """The Triton kernels, if they can read these tensors of a GPU: the last dim contiguous."""
     for x in tensors:
@@ -234,6 +261,8 @@ def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
     elif len(partials) == 1:
         if not out.is_set_to(partials[0]):  # else a kernel has written it there
             strided_copy(out, partials[0])
+    elif len(partials) == 2 and partials[0] is out and _are_alike(out, partials[1]):
+        out.add_(partials[1])  # in fp32, rounded once, as below; its launch costs the host less
     elif out.is_cuda and (triton := _fused_for(out, *partials)) is not None:
         triton.sum_fused(out, partials)
     else:

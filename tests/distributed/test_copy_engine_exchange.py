@@ -83,7 +83,8 @@ class PullingChannel(P2PChannel):
                 )
                 assert (own_rank in pulls) == (rank in readers)
         for recv in recvs:
-            source, place, at, pitch = recv.rank, recv.target, recv.offset, recv.row_stride
+            source, place, at, pitch, view = recv
+            place = place if view is None else view.of(place)
             room = peers[source][0]
             flat = room.flatten()
             if not pitch:

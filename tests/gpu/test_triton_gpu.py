@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_usp.attention.kv_exchange import _plan_run
 from ds_usp.comm.channel import StagingBuffer, StridedView
 from ds_usp.comm.packing import OwnTokens, PackPlan, SendTensor, SendViews, pack_for_send
 from ds_usp.comm.uniform_all_to_all import HeadRange, plan_to_heads, plan_to_sequence, strided
@@ -156,6 +157,18 @@ def test_each_rank_gets_its_heads_and_its_tokens(shapes, ranks, own_rank, rest, 
     plan.pack(staging, written, outs, already_packed=True)
     assert torch.equal(staging, before)
     assert all(map(torch.equal, outs, own_of(written)))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 32)])
+def test_a_run_of_keys_and_values_is_packed(dims, batch):
+    start, stop = 5, 2 * TOKENS
+    keys_values = [wide(batch, 3 * TOKENS, 3, dim) for dim in dims]
+    outs = [torch.empty_like(x) for x in keys_values]
+    staging = launched(_plan_run((start, stop), *strided(keys_values)), keys_values, outs)
+    want = torch.cat([x[:, start:stop].transpose(0, 1).flatten(2) for x in keys_values], 2)
+    assert torch.equal(staging[0], want)
+    assert all(bool((out == -1).all()) for out in outs)  # no token is this rank's own
 
 
 def view_of(x: Tensor, base: Tensor) -> StridedView:

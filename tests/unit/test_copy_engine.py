@@ -88,6 +88,12 @@ def forget_own_stream(engine: CopyEngine, *args: Any) -> Any:
     return ACQUIRE(engine, *args)
 
 
+def pulled_before_the_wait(engine: CopyEngine, slot: Any, *args: Any, **more: Any) -> Any:
+    done = PUBLISH(engine, slot, *args, **more)
+    slot.done_on = engine._current
+    return done
+
+
 def republish_too_early(engine: CopyEngine, slot: Any, *args: Any, **more: Any) -> Any:
     slot.published = False
     return FLAG_BATCHES(engine, slot, *args, **more)
@@ -121,6 +127,10 @@ MUTANTS: dict[str, tuple[Mutant, Sequence[int]]] = {
     "no wait for ready": (without_ops(lambda op: op.is_wait and not op.address[-1]), range(40)),
     "flags are never set": (without_ops(lambda op: op.value and not op.is_wait), range(40)),
     "own stream forgotten": ((CopyEngine, "acquire_slot", forget_own_stream), range(300)),
+    "pulled before the wait": (
+        (CopyEngine, "publish_and_pull", pulled_before_the_wait),
+        range(300),
+    ),
     "republished early": ((CopyEngine, "_flag_batches_of", republish_too_early), range(300)),
     "published twice": ((CopyEngine, "publish_and_pull", publish_twice), range(40)),
     "flags cleared late": ((CopyEngine, "_flag_batches_of", clear_flags_late), range(40)),

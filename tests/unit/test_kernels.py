@@ -331,23 +331,24 @@ def test_a_gradient_is_the_sum_of_what_covers_each_row(dtype, fp32_grads, calls,
     """Spans of a call may overlap: tiles have rows of their own, but may attend to the same keys.
     What is summed at once may be overwritten; what is deferred may not."""
     partial_dtype = torch.promote_types(dtype, torch.float32) if fp32_grads else dtype
-    total = GradAccumulator(torch.zeros(B, ROWS, MERGED_HEADS, DIM, dtype=dtype))
+    shard = torch.full((B, ROWS, MERGED_HEADS, DIM), float("nan"), dtype=dtype)
+    total, source = GradAccumulator(shard), GradAccumulator(shard)
     want = torch.zeros(B, ROWS, MERGED_HEADS, DIM, dtype=torch.float64)
     for spans, mode in calls:
         pieces = [torch.randn(B, stop - start, MERGED_HEADS, DIM) for start, stop in spans]
         grad = torch.cat(pieces, 1).to(partial_dtype)
         for (start, stop), piece in zip(spans, pieces, strict=True):
             want[:, start:stop] += piece.to(partial_dtype).double()
+        source.add(grad.clone(), spans, **({mode: True} if mode else {}))
         total.add(grad, spans, **({mode: True} if mode else {}))
         if mode == "sum_now":
             grad.fill_(float("nan"))
     rest = GradAccumulator(torch.zeros(B, ROWS - first, MERGED_HEADS, DIM, dtype=dtype))
-    total.transfer_to(first, rest)
-    sums = {"result": total.result(), "transferred": rest.result()}
-    sums |= {name: torch.full_like(sums["result"], float("nan")) for name in ("all", "later")}
-    sums["later"] = sums["later"][:, first:]
+    source.transfer_to(first, rest)
+    sums = {"transferred": rest.result(), "all": shard.clone(), "later": shard[:, first:].clone()}
     total.write(sums["all"])
     total.write(sums["later"], first)
+    sums["result"] = total.result()  # last: it may be written to what was added
     for name, actual in sums.items():
         expected = want[:, ROWS - actual.shape[1] :]
         assert actual.dtype == dtype and rounded_once(actual, expected, dtype), name
@@ -370,11 +371,14 @@ def test_one_call_for_the_whole_shard_is_taken_over_as_it_is():
 def test_what_the_first_call_alone_covers_is_not_copied():
     partial, lse = torch.randn(B, ROWS, MERGED_HEADS, DIM), torch.randn(B, MERGED_HEADS, ROWS)
     alone, rest = partial[:, :3].clone(), slice(3, ROWS)
-    total = OutputAccumulator(partial)
+    total, grads, gradient = OutputAccumulator(partial), GradAccumulator(partial), partial.clone()
     total.add(partial, lse, (0, ROWS))
     total.add(torch.randn_like(partial[:, rest]), torch.randn_like(lse[:, :, rest]), (3, ROWS))
+    grads.add(gradient, [(0, ROWS)])
+    grads.add(torch.randn_like(gradient[:, rest]), [(3, ROWS)])
     out, sums = total.result()
     assert shares_memory(out, partial) and shares_memory(sums, lse)
+    assert shares_memory(grads.result(), gradient) and torch.equal(gradient[:, :3], alone)
     assert torch.equal(out[:, :3], alone)
 
 

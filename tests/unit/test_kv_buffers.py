@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ds_usp import MaskSpec, TokenLayout
+from ds_usp.attention.kv_exchange import _pack_run
 from ds_usp.attention.passes import KV_HANDLERS, ChunkState, Pass
 from ds_usp.attention.plan import RingCall
 from ds_usp.comm.channel import RecvSpec, StagingBuffer
@@ -36,7 +37,7 @@ class Recorder:
         self, packed: object, sends: object, recvs: Sequence[RecvSpec], *, overlapped: bool
     ) -> None:
         assert not self.filling
-        self.filling = {memory_of(recv.target) for recv in recvs}
+        self.filling = {memory_of(recv.out) for recv in recvs}
         self.buffers |= self.filling
 
     def wait(self) -> None:
@@ -55,6 +56,16 @@ class Walk(Pass[ChunkState]):
         self.in_use.append(memory_of(chunk.kv[0]) in channel.filling)
 
     handlers = dict(KV_HANDLERS) | {Op.ATTN: attend}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_run_is_packed_as_gpus_do_without_triton(batch):
+    k, v = torch.randn(batch, 9, 6, 4)[:, :, ::2], torch.randn(batch, 9, 2, 8)
+    staging = torch.full((9, batch, 3 * 4 + 2 * 8), float("nan"))
+    _pack_run(staging, (2, 7), k, v)
+    packed = torch.cat([x.transpose(0, 1).flatten(2) for x in (k, v)], 2)
+    assert torch.equal(staging[2:7], packed[2:7])
+    assert staging[:2].isnan().all() and staging[7:].isnan().all()
 
 
 @pytest.mark.parametrize("ring", [2, 3, 12])

@@ -141,8 +141,10 @@ OWN_POST_OF = {op: Op(op.value[:-1]) for op in Op if op.is_wait}
 
 
 def test_exchanges_that_overlap_nothing_are_known():
-    text = "0a2a 0a2a? 0kv0 0kv0? 0attn0.0 0end 0ret 1a2a 0ret? 1a2a?"
+    text = "0a2a 0a2a? 0kv0 0kv0? 0attn0.0 1kv0 0end 1kv0? 0ret 1a2a 0ret? 1a2a?"
     assert exposed_posts(parse(text)) == set(parse("0a2a 0kv0"))
+    backward = "0kv0 0attn0.0 0kv0? 0attn1.0 0dkv0 1attn0.0 0dkv0? 1dkv0 1end 1dkv0? 1store"
+    assert exposed_posts(parse(backward)) == set(parse("1dkv0"))
 
 
 @given(modes())
