@@ -104,10 +104,9 @@ def choose_ulysses(
     pairs = [plan for (axis, _), plan in result.best_with.items() if axis == "split"]
     pairs.sort(key=lambda plan: plan.time.total)
     times = ", ".join(f"{p.config.ulysses} x {p.config.ring} {p.time.total:.3g} s" for p in pairs)
-    first = (
-        f"planner: ulysses {best.config.ulysses} x ring {best.config.ring} on {cluster.name} "
-        f"(predicted step of ulysses x ring: {times})"
-    )
-    return Choice(
-        best.config.ulysses, (first, *(f"planner: {line}" for line in answer(result).why))
-    )
+    ulysses, ring = best.config.ulysses, best.config.ring
+    # Tensor parallel ranks lie next to each other, a Ulysses group over them, a ring outside.
+    where = "inside a node" if best.config.tp * ulysses <= cluster.gpus_per_node else "across nodes"
+    first = f"planner: ulysses {ulysses} x ring {ring} on {cluster.name} (predicted step of ulysses"
+    first += f" x ring: {times}), ulysses {ulysses} {where}"
+    return Choice(ulysses, (first, *(f"planner: {line}" for line in answer(result).why)))

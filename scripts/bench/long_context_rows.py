@@ -72,6 +72,8 @@ def cells(rows: Iterable[Row]) -> list[dict[str, Any]]:
             cell[field] = statistics.median(row[field] for row in ran) if ran else 0.0
         for field in ("peak_gib", "host_gib"):
             cell[field] = max((row[field] for row in ran), default=0.0)
+        if same[-1].get("share_prefixes"):  # what its rows would take, and a tree does not compute
+            cell["tflops_per_gpu"] = 0.0
         found.append(cell)
     return found + list(extrapolated(found))
 

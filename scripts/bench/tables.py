@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -547,7 +548,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
         long_context_rows.read(RESULTS / "long_context.jsonl")
     ),
     "long-context-rl": lambda: long_context_rows.table(
-        long_context_rows.read(RESULTS / "long_context.jsonl"), rl=True
+        chain.from_iterable(
+            long_context_rows.read(RESULTS / name)
+            for name in ("long_context.jsonl", "grpo_trees.jsonl")
+        ),
+        rl=True,
     ),
     "attention-flash4": partial(attention_table, COMPARED, "flash4"),
     "attention-cudnn": partial(attention_table, COMPARED, "cudnn"),
