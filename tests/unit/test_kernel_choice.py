@@ -24,6 +24,7 @@ from ds_usp.kernels.flash2 import Flash2Kernel
 from ds_usp.kernels.flash3 import Flash3Kernel
 from ds_usp.kernels.registry import AUTO, KERNELS, KernelEntry, missing_libraries, select_kernel
 from ds_usp.kernels.varlen import SignatureAdapter
+from ds_usp.settings import setting
 from megatron_patches import PatchSet
 from megatron_patches.megatron_core import without_apex
 from megatron_patches.megatron_core.cpu_patch_table import training_without_gpu, without_gpu
@@ -44,7 +45,7 @@ def test_the_registrys_names_are_the_kernels():
         kernel, reason = registry._load(entry)
         assert (kernel is None) != (reason is None)
         assert kernel is None or kernel.name == entry.name
-    assert len({entry.name for entry in KERNELS}) == len(KERNELS)
+    assert setting("kernel").kind.values == (AUTO, *(entry.name for entry in KERNELS))
 
 
 @pytest.mark.parametrize(
@@ -391,7 +392,9 @@ class _Compiled:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(lowlevel, "_on", lambda device: contextlib.nullcontext())
+    # No GPU: its tensors' device has no number, and is the current one.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(lowlevel, "_launcher_passes_constexprs", lambda: True)
     return Kernel()
 
