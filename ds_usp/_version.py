@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-BASE = "0.2.0.dev0"
+BASE = "0.2.0"
 COMMIT_FILE = "commit.txt"  # written by setup.py into wheels and source distributions
 _PACKAGE = Path(__file__).resolve().parent
 _SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # SHA-1 or SHA-256

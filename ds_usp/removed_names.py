@@ -15,6 +15,7 @@ INSTEAD = MappingProxyType(
         "ds_usp.experimental": "Ulysses inside a node, a ring across nodes, packed rows",
         "ds_usp.kernels.rotary_triton": "ds_usp.training.rotate_projected",
         "ds_usp.kernels.score_mod": "ds_usp.kernels.sinks; a kernel's with_softcap(cap)",
+        "ds_usp.planner.explain": "ds_usp.planner.answer",
         "ds_usp.planner.sample_cost": "ds-usp plan prices packed rows",
         "ds_usp.planner.SampleTime": "ds-usp plan prices packed rows",
         "ds_usp.profiling": "a torch.profiler trace: docs/usage/where-does-my-step-go.md",
