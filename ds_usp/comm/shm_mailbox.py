@@ -126,9 +126,10 @@ class ShmMailbox:
         start = next_look = warn_at = 0.0
         for rank, offset in enumerate(self._offsets[seq % _SLOTS]):
             # Ranks mostly agree, and equal bytes need no parsing. Header and checksum are compared
-            # too: a record that is half written differs.
+            # too: a record that is half written differs. It is parsed if it was there before the
+            # comparison: one that comes after it is compared first.
+            written = 0
             while memory[offset : offset + len(own)] != own:
-                written = _HEADER.unpack_from(memory, offset)[0]
                 if written == seq and (data := self.read(seq, rank)) is not None:
                     records.append(data)
                     break
@@ -144,6 +145,7 @@ class ShmMailbox:
                         warn_of_late_ranks(late, now - start, self.timeout_s)
                 # A tenth of the time waited so far: neither late nor busy.
                 time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
+                written = _HEADER.unpack(memory[offset : offset + _HEADER.size])[0]
             else:
                 records.append(own[_HEADER.size :])
         if any(memory[self._abort_flags : self._abort_flags + self.ranks]):

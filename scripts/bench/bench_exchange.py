@@ -233,6 +233,7 @@ class Run:
         """Print the functions in which rank 0's host spends most time of its own in a call."""
         calls, profiler = 50, cProfile.Profile()
         with torch.autograd.set_multithreading_enabled(False):  # a profile is of one thread
+            step()  # cuDNN makes a plan of its backward in each thread that calls it
             for _ in range(calls):
                 self.session.synchronize()  # a full queue would be profiled as well
                 profiler.runcall(step)

@@ -390,6 +390,24 @@ def test_a_record_is_read_as_it_was_posted(pair):
         assert first.gather(seq) == second.gather(seq) == records
 
 
+def test_an_equal_record_is_not_parsed_whenever_it_comes(pair, monkeypatch):
+    first, second = pair
+    seq, memory = first.post(b"a call"), first._memory
+
+    class Late:
+        """The memory of a rank whose peer posts right after it has looked."""
+
+        def __getitem__(self, at: slice) -> bytes:
+            data: bytes = memory[at]
+            if not second._seq and at.start == first._offsets[seq][1]:
+                second.post(b"a call")
+            return data
+
+    monkeypatch.setattr(first, "_memory", Late())
+    monkeypatch.setattr(first, "read", pytest.fail)
+    assert first.gather(seq) == [b"a call"] * 2
+
+
 def test_the_last_ten_stay_and_no_other_is_taken_for_one(pair):
     first, second = pair
     for seq in range(1, 21):
