@@ -69,6 +69,7 @@ EXAMPLES = {
 SEARCH_WEIGHTS = {
     "": 1.0,
     "index": 1.5,
+    "index.html#install": 2.5,
     "troubleshooting": 4.0,
     "tutorials/": 2.0,
     "usage/": 2.0,
@@ -243,7 +244,8 @@ def weigh_search(index: Path) -> None:
     names = {f"{module}.{name}" for module, names in public_names().items() for name in names}
     for entry in found["docs"]:
         page, _, anchor = entry["location"].partition("#")
-        start = max((start for start in SEARCH_WEIGHTS if page.startswith(start)), key=len)
+        starts = (start for start in SEARCH_WEIGHTS if entry["location"].startswith(start))
+        start = max(starts, key=len)
         entry["boost"] = SEARCH_WEIGHTS[start]
         if page.startswith("reference/api/") and anchor:
             entry["boost"] = NAME_WEIGHT if anchor in names else MEMBER_WEIGHT

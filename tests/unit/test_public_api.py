@@ -145,6 +145,7 @@ SEARCHES = {
     "hang": "troubleshooting.html#ranks-hang",
     "DPO": "usage/transformers.html#which-call-for-which-program",
     "A100": "usage/python.html#kernels",
+    "install": "index.html#install",
     "attach": "reference/api/ds_usp.integrations.transformers.html"
     "#ds_usp.integrations.transformers.attach",
 }
