@@ -58,8 +58,6 @@ CASES: list[tuple[str, dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
         {"train_on_prompt": True, "reduction": "rows"},
     ),
     ("deepseek_v3", {}, 1, {"layout": "balanced"}, {"train_on_prompt": True}),
-    # Its window holds the longest row; those of the others do not.
-    ("mistral", {"sliding_window": 64}, 4, {"layout": "contiguous"}, {}),
     ("mistral", {"sliding_window": 7}, 2, {"layout": "balanced", "recompute": "attention"}, {}),
     ("gemma3_text", {"sliding_window": 11}, 1, {"layout": "zigzag"}, {"train_on_prompt": True}),
     ("gpt_oss", {"sliding_window": 9}, 2, {"layout": "contiguous"}, {"train_on_prompt": True}),
@@ -203,6 +201,60 @@ def tree_at_splits(ctx: RankContext, model_type: str) -> dict[str, float]:
 def test_states_of_a_tree_are_those_of_separate_rows(pool, model_type):
     errors = pool.run(tree_at_splits, 4, model_type=model_type)[0]
     assert len(errors) == 4 and max(errors.values()) < BOUND, errors
+
+
+# The frequencies that a batch of 44 positions takes; a tree of its rows has 31.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
+
+
+def rows_of_a_batch(ctx: RankContext) -> dict[str, float]:
+    """Errors of rows that run as a tree, where more of their batch counts than their own tokens."""
+    first = words(30, 1)
+    cases: dict[str, tuple[list[list[int]], dict[str, Any], dict[str, Any]]] = {
+        "padded": ([first, first[:20] + words(11, 2)], {"rope_parameters": LONGROPE}, {}),
+        "equal and short": ([words(3, 3)] * 2, {}, {"loss_chunks": 2}),
+        "equal": ([first, first, words(9, 4)], {}, {}),
+    }
+    errors = {}
+    for name, (rows, changes, options) in cases.items():
+        collator = transformers.DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=44)
+        batch = dict(collator([{"input_ids": x, "labels": x} for x in rows]))
+        model = build("llama", **changes)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        want = Result(loss.detach(), torch.ones(1), take_gradients(model))
+        model = build("llama", **changes)  # without the frequencies that it has taken
+        with enable(model, mesh_of(2), share_prefixes=True, **options):
+            loss = model(**batch).loss
+            loss.backward()
+            have = Result(loss.detach(), torch.ones(1), mean_gradients(model))
+        errors[name] = have.error(want)
+    return errors
+
+
+def test_rows_as_a_tree_are_those_of_their_batch(pool):
+    errors = pool.run(rows_of_a_batch, 4)[0]
+    assert len(errors) == 3 and max(errors.values()) < BOUND, errors
+
+
+def equal_rows_with_routers(ctx: RankContext) -> None:
+    model = build("mixtral")
+    with enable(model, mesh_of(1), share_prefixes=True):
+        model(torch.tensor([words(20, 1)] * 2), output_router_logits=True)
+
+
+def test_equal_rows_with_a_loss_of_routers_are_refused(pool):
+    """They are one document of a tree, in which nothing branches."""
+    for error in pool.errors(equal_rows_with_routers, 4):
+        assert isinstance(error, ds_usp.UnsupportedAttentionError)
+        assert "output_router_logits" in str(error)
 
 
 # ------------------------------------------------------------------ trainers

@@ -370,7 +370,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 # Not of the tree's arguments, whose positions are made here, from 0 on.
                 modules = without_towers(self._inner)
                 self._check_positions(given, (self._rows or batch).left_padded, modules)
-            if batch.packing.parents:  # before what would be said of its documents
+            # Before what would be said of its documents. Rows that are equal are one document, and
+            # what counts tokens would count them once: all batches that may be trees are refused.
+            if batch.packing.parents or self._options.share_prefixes:
                 refusals.check_tree(self._inner, at_text, self._asks_for_router_logits(arguments))
             refusals.check_layerdrop(self._trunk, batch)
             refusals.check_adapters(self._inner, batch)
@@ -416,8 +418,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         """The batch as a tree of what its rows share, if that is asked for and there is any."""
         if not self._options.share_prefixes:
             return None
-        in_fused_head = bool(arguments.get(_TRL_FUSED_HEAD))
-        return RowsAsTree.read(arguments, in_fused_head=in_fused_head)
+        options, in_fused_head = self._options, bool(arguments.get(_TRL_FUSED_HEAD))
+        # Rows that are equal, and mostly padding, are a tree of fewer tokens than a shard needs.
+        chunks = max(1, options.loss_chunks, options.mlp_chunks)
+        min_tokens = 2 * chunks * self.mesh.sp_degree
+        return RowsAsTree.read(arguments, min_tokens=min_tokens, in_fused_head=in_fused_head)
 
     def _places_by_tokens(self, batch: WholeArguments) -> bool:
         """Whether a model around a text model makes masks or positions of all tokens."""
@@ -441,7 +446,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _shard_of(self, batch: WholeArguments, shard: Shard) -> dict[str, Any]:
         """Return the arguments of the module at which shards begin, and of the layers in it."""
         positions = batch.arguments.get("position_ids")
-        shard.largest_position = batch.seq_len - 1 if positions is None else positions.max()
+        shard.largest_position = (self._rows or batch).largest_position
         local = batch.shard(shard.layout, self.mesh.rank)
         self._decoders.begin(shard, local, positions)
         return {**local, "use_cache": False, "usp": shard}

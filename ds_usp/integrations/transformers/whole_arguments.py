@@ -131,6 +131,12 @@ class WholeArguments:
         return self.packing.documents
 
     @property
+    def largest_position(self) -> Tensor | int:
+        """The largest position of any token, padding too."""
+        positions = self.arguments.get("position_ids")
+        return self.seq_len - 1 if positions is None else positions.max()
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the call, which the ranks of a mesh must have alike."""
         return {name: x for name, x in self.arguments.items() if isinstance(x, Tensor)}
@@ -326,6 +332,7 @@ class RowsAsTree:
         num_items: labels of the rows, or what was given for it.
         drops_last: outputs of labels have none for the last token of a row.
         left_padded: a row begins with padding.
+        largest_position: of the rows, padding too.
     """
 
     arguments: dict[str, Any]
@@ -335,12 +342,16 @@ class RowsAsTree:
     num_items: Tensor | int
     drops_last: bool
     left_padded: bool
+    largest_position: Tensor | int
 
     @classmethod
-    def read(cls, arguments: Mapping[str, Any], *, in_fused_head: bool) -> RowsAsTree | None:
+    def read(
+        cls, arguments: Mapping[str, Any], *, min_tokens: int, in_fused_head: bool
+    ) -> RowsAsTree | None:
         """None where no rows share a prefix, or they are a tree already.
 
         Args:
+            min_tokens: a tree of fewer could not be sharded, and the rows stay rows.
             in_fused_head: the pass returns the labels' log-probabilities, of each row.
 
         Raises:
@@ -372,7 +383,7 @@ class RowsAsTree:
             return [host[row, start:stop] for row, start, stop in runs]
 
         shared = SharedPrefixes.of(of_runs(ids), firsts)
-        if shared.tokens == shared.row_tokens:
+        if shared.tokens == shared.row_tokens or shared.tokens < min_tokens:
             return None
         index = torch.zeros(ids.shape, dtype=torch.long)
         is_real = torch.zeros(ids.shape, dtype=torch.bool)
@@ -398,10 +409,16 @@ class RowsAsTree:
                 out[LOSS_WEIGHTS] = total.float()[None].to(ids.device)
             if count is not None:
                 out["num_items_in_batch"] = count
-        drops_last = "shift_labels" not in batch.arguments
-        num_items = is_labeled.sum().clamp(min=1) if count is None else count
-        left_padded = batch.left_padded
-        return cls(out, index, is_real, is_labeled, num_items, drops_last, left_padded)
+        return cls(
+            out,
+            index,
+            is_real,
+            is_labeled,
+            num_items=is_labeled.sum().clamp(min=1) if count is None else count,
+            drops_last="shift_labels" not in batch.arguments,
+            left_padded=batch.left_padded,
+            largest_position=batch.largest_position,
+        )
 
     def of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
         """Values ``[1, tokens, ...]`` of the tree, ``[b, s, ...]`` of the rows; 0 of those that do
