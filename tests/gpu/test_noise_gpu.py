@@ -43,7 +43,7 @@ def rank_main(rank: int, world: int, folder: str) -> None:
         results[name] = run()
     noise = ShardNoise(rank)
     torch.cuda.set_sync_debug_mode("error")  # seeding waits for nothing that the GPU computes
-    noise.begin(torch.device("cuda"))
+    noise.begin(torch.device("cuda"), draws=True)
     torch.rand((), device="cuda")
     noise.end()
     torch.cuda.set_sync_debug_mode("default")
