@@ -45,10 +45,14 @@ def label(row: Row) -> str:
 def timed_case(row: Row) -> dict[str, Any]:
     """The row as ``tables.py`` reads those of other benchmarks of steps."""
     name = "Accelerate context parallel" if row["case"] == "Accelerate" else row["case"]
-    if row["case"] == "ds_usp":
+    workload = f"{row['tokens']} on {machine(row)}"
+    if row["case"] == "GRPO":
+        form = "tree" if row.get("share_prefixes") else "rows"
+        name, answers = "ds_usp", f"{row.get('completions')} x {row['tokens']}"
+        workload = f"GRPO {row.get('prompt')} + {answers}, {form}"
+    if name == "ds_usp":
         name += f" {row['ulysses']}x{row['world'] // row['ulysses']} {row['attention']}"
     timed = {"seconds": [row["seconds"]]} if "seconds" in row else {}
-    workload = f"{row['tokens']} on {machine(row)}"
     return {**row, "case": f"{name}, {row['layers']} layers", "workload": workload, **timed}
 
 

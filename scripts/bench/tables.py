@@ -120,13 +120,23 @@ HEADLINES = (
     ),
     ("Wan 2.1, 10 blocks, guided step, 480p", "diffusers_guided.jsonl", "wan-480p:guided", "cudnn"),
 )
-# Those of README: five, wins and losses; docs/benchmarks.md has all.
+# Those of README: five, wins and a loss; docs/benchmarks.md has all that compare with others. The
+# last two fields are of what stands beside: the shape or workload, and how its method begins.
+_HISTORY = "57344+2x4096+2x4096+4x2048"
+_ANSWERS = "GRPO 65536 + 8 x 2048"
 README_HEADLINES = (
-    "8K, 32/8 heads, FlashAttention-4, 2 H200",
-    "32K, 32/8, packed, cuDNN",
-    "GPT 1.3B, 16K, default kernels",
-    "Qwen3-8B whole, 128K, default kernels, 2 H200",
-    "Wan 2.1, 10 blocks, guided step, 480p",
+    *(x for x in HEADLINES if x[0] == "Qwen3-8B whole, 128K, default kernels, 2 H200"),
+    (
+        "64K of shared history, 16 branches of 2K, 8 layers of Qwen3-8B, 2 H200",
+        *("prefix_trees_64k.jsonl", f"tree:{_HISTORY}", "FSDP2", f"each:{_HISTORY}", "ds_usp"),
+    ),
+    (
+        "TRL's GRPO step, 8 answers of 2K to 64K, 8 layers, 2 H200",
+        *("grpo_trees.jsonl", f"{_ANSWERS}, tree", "flash4, 8 layers"),
+        *(f"{_ANSWERS}, rows", "ds_usp"),
+    ),
+    *(x for x in HEADLINES if x[0] == "GPT 1.3B, 16K, default kernels"),
+    *(x for x in HEADLINES if x[0] == "32K, 32/8, packed, cuDNN"),
 )
 MODELS = {
     ("gpt-1.3b", "24"): "GPT 1.3B",
@@ -438,7 +448,7 @@ def gpu_tests_table(*names: str) -> str:
     return markdown(["machine", "date", "commit", "", "passed", "failed", "skipped"], lines)
 
 
-def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
+def headline_table(cases: Sequence[tuple[str, ...]], beside: str = "fastest other") -> str:
     """Times of the fastest ds_usp mesh and of the fastest other method.
 
     The last column is the time of the other over that of ds_usp: above 1, ds_usp is faster.
@@ -446,31 +456,44 @@ def headline_table(cases: Sequence[tuple[str, str, str, str]]) -> str:
     Args:
         cases: what the table says, the results file, the shape or workload, and the kernel,
             engine or layers, as they end the name of a method there; ``kernel, layers`` where
-            meshes of ds_usp are on several kernels beside the same methods.
+            meshes of ds_usp are on several kernels beside the same methods. Where the other is no
+            other library: its shape or workload, and the beginning of its method.
+        beside: head of the column of the other.
     """
     lines = []
-    for label, results, case, last in cases:
+    for label, results, case, last, *of_other in cases:
         kernel, _, group = last.rpartition(", ")
-        rounds: dict[str, list[float]] = {}
-        for row in json_lines(results) if results.endswith(".jsonl") else read(results):
-            name, _, kind = (row.get("contender") or row["case"]).partition(", ")
-            timed = not (row.get("refused") or row.get("wrong"))
-            if timed and case == (row.get("shape") or row.get("workload")) and kind == group:
-                if "run_id" in row:  # of several runs the last one, as in `diffusion_table`
-                    rounds.pop(name, None)
-                rounds.setdefault(name, []).append(_milliseconds(row))
-        times = {name: statistics.median(of) for name, of in rounds.items()}
+        times = _times_of(results, case, group)
         ours = {n: ms for n, ms in times.items() if n.startswith("ds_usp") and n.endswith(kernel)}
-        others = {n: ms for n, ms in times.items() if n.split()[0] not in ("ds_usp", UNSHARDED)}
-        others.pop(ALONE, None)
+        if of_other:
+            found = _times_of(results, of_other[0], group)
+            others = {n: ms for n, ms in found.items() if n.startswith(of_other[1])}
+        else:
+            others = {n: ms for n, ms in times.items() if n.split()[0] not in ("ds_usp", UNSHARDED)}
+            others.pop(ALONE, None)
         best, other = min(ours, key=ours.__getitem__), min(others, key=others.__getitem__)
         mesh = best.removeprefix("ds_usp ").removesuffix(kernel).strip()
         mesh = mesh.replace("x", " x ").replace("graphs", "CUDA graphs,")
         method = SHORT_NAMES.get(other, other)
+        if of_other and of_other[0] != case:  # the same answers in another form
+            mesh, method = f"{mesh}, as a tree", "as rows"
         cells = [f"{_time(ours[best])}, {mesh}", f"{_time(others[other])}, {method}"]
         lines.append([label, *cells, f"{others[other] / ours[best]:.3f}"])
     ratio_means = "ratio; above 1: ds_usp is faster"
-    return markdown(["2 H100 unless named", "ds_usp", "fastest other", ratio_means], lines)
+    return markdown(["2 H100 unless named", "ds_usp", beside, ratio_means], lines)
+
+
+def _times_of(results: str, case: str, group: str) -> dict[str, float]:
+    """Median milliseconds by method of a shape or workload, of methods that end in a group."""
+    rounds: dict[str, list[float]] = {}
+    for row in json_lines(results) if results.endswith(".jsonl") else read(results):
+        name, _, kind = (row.get("contender") or row["case"]).partition(", ")
+        timed = not (row.get("refused") or row.get("wrong"))
+        if timed and case == (row.get("shape") or row.get("workload")) and kind == group:
+            if "run_id" in row:  # of several runs the last one, as in `diffusion_table`
+                rounds.pop(name, None)
+            rounds.setdefault(name, []).append(_milliseconds(row))
+    return {name: statistics.median(of) for name, of in rounds.items()}
 
 
 def _milliseconds(row: Mapping[str, Any]) -> float:
@@ -482,13 +505,13 @@ def _milliseconds(row: Mapping[str, Any]) -> float:
 
 def _time(milliseconds: float) -> str:
     """Whole steps of large models take seconds, and are told in them."""
-    long = milliseconds >= 10_000
-    return f"{milliseconds / 1e3:.1f} s" if long else f"{_rounded(milliseconds)} ms"
+    long = milliseconds >= 1_000
+    return f"{_rounded(milliseconds / 1e3)} s" if long else f"{_rounded(milliseconds)} ms"
 
 
-def _rounded(milliseconds: float) -> str:
+def _rounded(time: float) -> str:
     """Three digits at least, one of them behind the point."""
-    return f"{milliseconds:.{1 if milliseconds >= 10 else 2}f}"
+    return f"{time:.{1 if time >= 10 else 2}f}"
 
 
 COMPARED = "attention.csv"
@@ -539,9 +562,7 @@ def _differences(curves: Mapping[str, Mapping[int, float]], name: str) -> list[f
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "headline": partial(headline_table, HEADLINES),
-    "headline-readme": partial(
-        headline_table, [case for case in HEADLINES if case[0] in README_HEADLINES]
-    ),
+    "headline-readme": partial(headline_table, README_HEADLINES, "beside it"),
     "long-run": long_run_table,
     "gpu-tests": partial(gpu_tests_table, "gpu_tests.json", "gpu_tests_one.json"),
     "long-context": lambda: long_context_rows.table(
