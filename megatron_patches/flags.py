@@ -22,7 +22,7 @@ from ds_usp.planner import (
     framework_caps,
     offload_needed,
 )
-from ds_usp.settings import LENGTH_SETTINGS
+from ds_usp.settings import settings_of
 from megatron_patches.refusals import Refusal
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class PlannedRun:
         sp, ratio = args.ds_sequence_parallel_size, args.usp_offload_ratio
         ulysses = 1 if args.ulysses_degree == AUTO else args.ulysses_degree or sp
         checkpointed = getattr(args, "checkpoint_activations", False)
-        settings = {row.name: row.value_in(args) for row in LENGTH_SETTINGS}
+        settings = {row.name: row.value_in(args) for row in settings_of("planner")}
         return ParallelConfig(
             tp=tp,
             ulysses=ulysses,

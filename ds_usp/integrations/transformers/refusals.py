@@ -60,7 +60,7 @@ OLDEST, BEFORE = "5.5", "6"
 OLDEST_WITH_STATES = "5.23"  # earlier layers call other functions
 
 # Tensors that a model may be given; others may hold tokens of the whole sequence.
-_KNOWN_TENSORS = frozenset({*TOKEN_DIM, *BORDERS, "attention_mask", "num_items_in_batch"})
+_ARGUMENTS = frozenset({*TOKEN_DIM, *BORDERS, "attention_mask", "num_items_in_batch"})
 # Flags that ask for something that a shard does not have, and what to do instead.
 _FLAGS = MappingProxyType(
     {
@@ -549,7 +549,7 @@ def _counts_from_mask(kind: type) -> bool:
 
 def others_than_tokens(arguments: Mapping[str, Any]) -> list[str]:
     """The names of arguments that hold tensors which are not known to have a value a token."""
-    return [name for name, x in arguments.items() if name not in _KNOWN_TENSORS and holds_tensor(x)]
+    return [name for name, x in arguments.items() if name not in _ARGUMENTS and holds_tensor(x)]
 
 
 def check_arguments(arguments: Mapping[str, Any], takes_others: bool, has_loss: bool) -> None:
