@@ -110,6 +110,12 @@ class PreparedLaunch:
             self._compiled[key] = compiled[(*self._grid, 1, 1)[:3]]
 
 
+# Of tensors and a number: the grid, the kernel's integers and its constants.
+LaunchArguments = Callable[
+    [Sequence[torch.Tensor], int], tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]
+]
+
+
 class CachedLauncher:
     """Launches a Triton kernel that is called again and again with the same integers."""
 
@@ -129,12 +135,31 @@ class CachedLauncher:
         key = grid, numbers, num_warps, *constants.values()
         launch = self._cache.get(key)
         if launch is None:
-            if len(self._cache) >= _MAX_CACHED:
-                self._cache.clear()
-            launch = PreparedLaunch(self.kernel, grid, numbers, num_warps=num_warps, **constants)
-            self._cache[key] = launch
+            launch = self._prepare(key, grid, numbers, num_warps=num_warps, **constants)
         dtypes = tuple([x.dtype for x in tensors])
         launch(tensors[0].device, dtypes, [x.data_ptr() for x in tensors])
+
+    def launch_alike(
+        self, tensors: Sequence[torch.Tensor], count: int, arguments: LaunchArguments
+    ) -> None:
+        """Launch with the arguments that the first tensor's shape, all dtypes and strides, and a
+        number decide: they are not made again for tensors like those of an earlier launch."""
+        dtypes = tuple([x.dtype for x in tensors])
+        key = count, tensors[0].shape, dtypes, *[x.stride() for x in tensors]
+        launch = self._cache.get(key)
+        if launch is None:
+            grid, numbers, constants = arguments(tensors, count)
+            launch = self._prepare(key, grid, numbers, **constants)
+        launch(tensors[0].device, dtypes, [x.data_ptr() for x in tensors])
+
+    def _prepare(
+        self, key: object, grid: tuple[int, ...], numbers: tuple[int, ...], **options: Any
+    ) -> PreparedLaunch:
+        if len(self._cache) >= _MAX_CACHED:
+            self._cache.clear()
+        launch = PreparedLaunch(self.kernel, grid, numbers, **options)
+        self._cache[key] = launch
+        return launch
 
 
 @lru_cache(maxsize=1)

@@ -99,6 +99,8 @@ def _rows(ranges: Sequence[TokenRange], offsets: Sequence[int] = ()) -> tuple[Re
     )
 
 
+# Keys and values are sent as one tensor [N, B, G D + G E], tokens first, so that any run of tokens
+# is one contiguous message.
 class KVExchange:
     """Receives the KV blocks of one chunk in turn into two buffers: one in use, one being filled.
 
@@ -110,13 +112,27 @@ class KVExchange:
     def __init__(
         self, channel: Channel, transfers: Sequence[KVTransfer], k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        self.channel, self._transfers, self._shapes = channel, transfers, _head_shapes(k, v)
-        batch, features = k.shape[0], _num_features(k, v)
+        self.channel, self._transfers = channel, transfers
+        self._shapes, self._row = _head_shapes(k, v)
         self._buffers = [
-            k.new_empty(max([x.num_tokens for x in transfers[i::2]]), batch, features)
+            k.new_empty(max([x.num_tokens for x in transfers[i::2]]), *self._row)
             for i in range(min(2, len(transfers)))
         ]
         self._block = self._buffers[0]  # what the exchange in flight fills
+
+    def pack(self, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> torch.Tensor:
+        """Pack keys and values into a staging buffer to send from: the runs of tokens that any rank
+        receives."""
+        staging = self.channel.acquire_staging((k.shape[1], *self._row), k, k.dtype)
+        if k.is_cuda:
+            for run in runs:
+                _pack_run(staging.tensor, run, k, v)
+            return staging.tensor
+        views = staging.views(self._shapes, tokens_first=True)
+        for view, x in zip(views, (k, v), strict=True):
+            for start, stop in runs:
+                strided_copy(view[:, start:stop], x[:, start:stop])
+        return staging.tensor
 
     def post(self, number: int, packed: torch.Tensor, *, overlapped: bool) -> None:
         """Other ranks receive their blocks from ``packed``."""
@@ -156,12 +172,14 @@ class KVGradExchange:
         v: torch.Tensor,
         targets: KVGrads,
     ) -> None:
-        self.channel, self._transfers, self._shapes = channel, transfers, _head_shapes(k, v)
+        self.channel, self._transfers, self._dtype = channel, transfers, dtype
+        self._shapes, self._row = _head_shapes(k, v)
         self._targets, self._in_flight = targets, 0  # the number of the exchange
-        self._dtype, self._row = dtype, (k.shape[0], _num_features(k, v))
         self._buffer_each = len(transfers) <= MAX_DKV_BUFFERS
-        max_tokens = 0 if self._buffer_each else max([x.num_grad_tokens for x in transfers])
-        self._buffer = k.new_empty(max_tokens, *self._row, dtype=dtype)
+        self._buffer = k  # until the first exchange, if each has its own
+        if not self._buffer_each:
+            tokens = max([x.num_grad_tokens for x in transfers])
+            self._buffer = k.new_empty(tokens, *self._row, dtype=dtype)
         self._staged: StagingBuffer | None = None  # acquired already
 
     def staging_views(self, number: int) -> KV:
@@ -176,7 +194,8 @@ class KVGradExchange:
         sent."""
         transfer, self._in_flight = self._transfers[number], number
         if self._buffer_each:
-            self._buffer = self._buffer.new_empty(transfer.num_grad_tokens, *self._row)
+            tokens = transfer.num_grad_tokens
+            self._buffer = self._buffer.new_empty(tokens, *self._row, dtype=self._dtype)
         remote = transfer.num_remote_tokens
         dk = dv = None
         if self._staged is None and self._buffer.is_cuda:
@@ -212,26 +231,6 @@ class KVGradExchange:
         return self.channel.acquire_staging((tokens, *self._row), self._buffer, self._dtype)
 
 
-# Keys and values are sent as one tensor [N, B, G D + G E], tokens first, so that any run of tokens
-# is one contiguous message.
-
-
-def pack_kv(channel: Channel, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """Pack keys ``[B, T, G, D]`` and values ``[B, T, G, E]`` into a staging buffer to send from:
-    the runs of tokens that any rank receives."""
-    shape = (k.shape[1], k.shape[0], _num_features(k, v))
-    staging = channel.acquire_staging(shape, k, k.dtype)
-    if k.is_cuda:
-        for run in runs:
-            _pack_run(staging.tensor, run, k, v)
-        return staging.tensor
-    views = staging.views(_head_shapes(k, v), tokens_first=True)
-    for view, x in zip(views, (k, v), strict=True):
-        for start, stop in runs:
-            strided_copy(view[:, start:stop], x[:, start:stop])
-    return staging.tensor
-
-
 def _pack_run(staging: torch.Tensor, run: Span, k: torch.Tensor, v: torch.Tensor) -> None:
     """Pack a run of tokens of both, by one kernel where Triton is installed: its launch costs the
     host less than two copies with their views."""
@@ -263,10 +262,10 @@ def _recvs(buffer: torch.Tensor, packed: torch.Tensor, rows: Sequence[RecvRows])
     return recvs
 
 
-def _num_features(k: torch.Tensor, v: torch.Tensor) -> int:
-    """Elements of a token's keys and values."""
-    return k.shape[2] * k.shape[3] + v.shape[2] * v.shape[3]
-
-
-def _head_shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (k.shape[2], k.shape[3]), (v.shape[2], v.shape[3])
+def _head_shapes(
+    k: torch.Tensor, v: torch.Tensor
+) -> tuple[tuple[tuple[int, int], tuple[int, int]], tuple[int, int]]:
+    """Heads and head dims of keys and of values; samples, and elements of a token of both."""
+    (batch, _, heads, dim), (_, _, value_heads, value_dim) = k.shape, v.shape
+    features = heads * dim + value_heads * value_dim
+    return ((heads, dim), (value_heads, value_dim)), (batch, features)

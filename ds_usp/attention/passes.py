@@ -30,7 +30,6 @@ from ds_usp.attention.kv_exchange import (
     KVExchange,
     KVGradExchange,
     KVGrads,
-    pack_kv,
 )
 from ds_usp.attention.plan import AttentionPlan, SavedChunk
 from ds_usp.comm.channel import Channel, PendingExchange
@@ -84,9 +83,9 @@ class ChunkState:
         """Pack the local keys and values, and allocate receive buffers: before the first post."""
         ring, (k, v) = self.ring, self.local_kv
         channel = self.open_channel("ring_kv")
-        self.kv_exchange = KVExchange(channel, self.transfers, k, v)
-        self.packed = pack_kv(channel, k, v, ring.schedule.packed_runs)
-        return self.kv_exchange
+        self.kv_exchange = exchange = KVExchange(channel, self.transfers, k, v)
+        self.packed = exchange.pack(k, v, ring.schedule.packed_runs)
+        return exchange
 
     def open_channel(self, kind: str) -> Channel:
         channel = self.ring.mesh.channel(kind, self.ring.use_copy_engines)
@@ -537,8 +536,8 @@ class BackwardPass(Pass[BackwardChunk]):
         """Write the chunk's dq, dk and dv where one Ulysses rank has all tokens."""
         sources = self._take_grads(chunk)
         if self.plan.single_shot:
-            dq, dk, dv = (source.result() for source in sources)
-            self._grads = dq, dk, dv
+            dq, dk, dv = sources
+            self._grads = dq.result(), dk.result(), dv.result()
         else:
             chunk.exchanges.qkv.to_sequence(sources, self.grads)
         chunk.grad_exchange = None

@@ -173,9 +173,9 @@ class SingleTileKernel:
 
     def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
         q, k, v = qkv
-        device = q.device.type
-        if torch.is_autocast_enabled(device):  # the dtype of q, k and v decides
-            with torch.autocast(device, enabled=False):
+        # The dtype of q, k and v decides. A device's type costs more than to ask for any autocast.
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):
                 return self.forward(qkv, call, scale=scale)
         q, k, v = _slice_tokens(((q, call.q_span), (k, call.k_span), (v, call.k_span)))
         if call.tile is not None:
@@ -190,9 +190,9 @@ class SingleTileKernel:
         scale: float,
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
-        device = saved.q.device.type
-        if torch.is_autocast_enabled(device):  # the dtype of q, k and v decides
-            with torch.autocast(device, enabled=False):
+        q = saved.q
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+            with torch.autocast(q.device.type, enabled=False):
                 return self.backward(saved, call, scale=scale, grad_buffers=grad_buffers)
         dout, q, k, v, out, lse = saved
         rows, columns = call.q_span, call.k_span

@@ -57,7 +57,8 @@ class OutputAccumulator:
         self._spans.append(span)
         self._partials.append((out, lse))
         limit = _MAX_DEFERRED_2_BYTES if out.element_size() == 2 else _MAX_DEFERRED
-        if self._accumulators is not None or max_overlap(tuple(self._spans)) > limit:
+        many = len(self._spans) > limit and max_overlap(tuple(self._spans)) > limit
+        if many or self._accumulators is not None:
             self._flush()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,9 +163,8 @@ class GradAccumulator:
             self._partials += grad.split([stop - start for start, stop in spans], 1)
         self._spans += spans
         limit = _MAX_DEFERRED_2_BYTES if grad.element_size() == 2 else _MAX_DEFERRED
-        if sum_now or (
-            not defer and (self._first_is_sum or max_overlap(tuple(self._spans)) > limit)
-        ):
+        many = len(self._spans) > limit and max_overlap(tuple(self._spans)) > limit
+        if sum_now or (not defer and (many or self._first_is_sum)):
             self._flush()
 
     def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -6,8 +6,8 @@ Pointers and strides are unrolled by hand: tuple arguments need Triton 3.3, torc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +19,22 @@ _ROWS = 32
 _MAX_PARTIALS = 8
 
 
-@lru_cache(maxsize=64)
-def _padded_dim(dim: int) -> int:
-    return int(triton.next_power_of_2(dim))
+def _arguments(
+    tensors: Sequence[torch.Tensor], count: int
+) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
+    """Return a launch's grid, integers and constants, for tensors ``[B, rows, H, D]``, of which the
+    first is the result, and log-sum-exps ``[B, H, rows]``; ``count``: a constant, unless it is 0.
+    """
+    batch, rows, heads, dim = tensors[0].shape
+    strides = chain.from_iterable([x.stride()[:-1] for x in tensors])
+    constants = {"COUNT": count} if count else {}
+    is_fp64 = any(x.dtype == torch.float64 for x in tensors)
+    constants |= {
+        "ROWS": _ROWS,
+        "DIM": int(triton.next_power_of_2(dim)),
+        "ACC": tl.float64 if is_fp64 else tl.float32,
+    }
+    return (-(-rows // _ROWS), heads, batch), (rows, dim, *strides), constants
 
 
 # Merges two partial attention results by their log-sum-exp. One program a block of rows of one head
@@ -81,21 +94,7 @@ def merge_fused(
 
     Features and, of the log-sum-exps, rows are contiguous.
     """
-    batch, rows, heads, dim = out.shape
-    acc_dtype = tl.float64 if lse.dtype == torch.float64 else tl.float32
-    _LAUNCH_MERGE(
-        (-(-rows // _ROWS), heads, batch),
-        (out, lse, old, old_lse, new, new_lse),
-        (
-            rows, dim,
-            *out.stride()[:3], *lse.stride()[:2],
-            *old.stride()[:3], *old_lse.stride()[:2],
-            *new.stride()[:3], *new_lse.stride()[:2],
-        ),
-        ROWS=_ROWS,
-        DIM=_padded_dim(dim),
-        ACC=acc_dtype,
-    )  # fmt: skip
+    _LAUNCH_MERGE.launch_alike((out, lse, old, old_lse, new, new_lse), 0, _arguments)
 
 
 # _merge of COUNT (3 or 4) partial results p with log-sum-exps l, in one pass.
@@ -150,18 +149,8 @@ def merge_up_to_4_fused(
 ) -> None:
     """:func:`merge_fused` of three or four partial results (values, log-sum-exp), of which only
     the first may be ``out`` and ``lse``."""
-    batch, rows, heads, dim = out.shape
-    operands = [*partials, *[partials[0]] * (4 - len(partials))]
-    strides = [stride for x, sums in operands for stride in (*x.stride()[:3], *sums.stride()[:2])]
-    _LAUNCH_MERGE_OF_FOUR(
-        (-(-rows // _ROWS), heads, batch),
-        (out, lse, *chain.from_iterable(operands)),
-        (rows, dim, *out.stride()[:3], *lse.stride()[:2], *strides),
-        COUNT=len(partials),
-        ROWS=_ROWS,
-        DIM=_padded_dim(dim),
-        ACC=tl.float64 if lse.dtype == torch.float64 else tl.float32,
-    )
+    operands = chain.from_iterable([*partials, *[partials[0]] * (4 - len(partials))])
+    _LAUNCH_MERGE_OF_FOUR.launch_alike((out, lse, *operands), len(partials), _arguments)
 
 
 # Sum of COUNT (1 or 2) tensors [batch, rows, heads, dim], added in the dtype ACC.
@@ -228,18 +217,9 @@ def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
         total = torch.empty_like(out, dtype=acc_dtype)
         sum_fused(total, partials[:_MAX_PARTIALS])
         partials = [total, *partials[_MAX_PARTIALS:]]
-    batch, rows, heads, dim = out.shape
-    grid = (-(-rows // _ROWS), heads, batch)
     # Every argument costs CPU launch overhead, and sums of more than two are rare.
-    launch, slots = (_LAUNCH_SUM_OF_FEW, 2) if len(partials) <= 2 else (_LAUNCH_SUM, _MAX_PARTIALS)
-    operands = [*partials, *[partials[0]] * (slots - len(partials))]
-    strides = [stride for x in (out, *operands) for stride in x.stride()[:3]]
-    launch(
-        grid,
-        (out, *operands),
-        (rows, dim, *strides),
-        COUNT=len(partials),
-        ROWS=_ROWS,
-        DIM=_padded_dim(dim),
-        ACC=tl.float64 if acc_dtype == torch.float64 else tl.float32,
+    launcher, slots = (
+        (_LAUNCH_SUM_OF_FEW, 2) if len(partials) <= 2 else (_LAUNCH_SUM, _MAX_PARTIALS)
     )
+    operands = (out, *partials, *partials[:1] * (slots - len(partials)))
+    launcher.launch_alike(operands, len(partials), _arguments)

@@ -21,10 +21,10 @@ import ds_usp
 PACKAGE = os.path.dirname(ds_usp.__file__) + os.sep
 WARM_UP = 3
 BUDGETS = [  # world, Ulysses degree, Python calls forward and backward
-    (4, 1, 122, 270),
-    (4, 2, 102, 183),
+    (4, 1, 119, 262),
+    (4, 2, 99, 179),
     (4, 4, 60, 78),
-    (2, 1, 79, 157),
+    (2, 1, 76, 149),
     (2, 2, 60, 78),
 ]
 # Of a forward pass: what a reader opens (the mailbox too, as on GPUs), and how far down.

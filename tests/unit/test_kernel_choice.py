@@ -431,6 +431,21 @@ def test_what_triton_compiles_anew_is_launched_by_triton(kernel, change):
     assert [call[0] for call in kernel.calls] == ["triton", "triton", "compiled", "compiled"]
 
 
+def test_a_launch_of_alike_tensors_takes_the_arguments_of_the_last(kernel):
+    launcher = lowlevel.CachedLauncher(kernel)
+    x, made = torch.zeros(6, 8), list[tuple[int, ...]]()
+
+    def arguments(tensors, count):
+        made.append((count, *tensors[0].shape, *tensors[1].stride()))
+        return (1,), made[-1], {}
+
+    others = [(x[:3], x, 1), (x, x.t(), 1), (x.double(), x, 1), (x, x, 2)]
+    for first, second, count in [(x, x, 1), *others] * 2:
+        launcher.launch_alike((first, second), count, arguments)
+    assert [call[0] for call in kernel.calls] == ["triton"] * 5 + ["compiled"] * 5
+    assert len(made) == 5 and [call[2][2:] for call in kernel.calls[5:]] == made
+
+
 def test_an_unknown_triton_version_launches_itself(kernel, monkeypatch):
     monkeypatch.setattr(lowlevel, "_launcher_passes_constexprs", lambda: False)
     launcher = lowlevel.CachedLauncher(kernel)
