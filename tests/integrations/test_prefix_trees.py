@@ -214,47 +214,50 @@ LONGROPE = {
 }
 
 
-def rows_of_a_batch(ctx: RankContext) -> dict[str, float]:
-    """Errors of rows that run as a tree, where more of their batch counts than their own tokens."""
-    first = words(30, 1)
-    cases: dict[str, tuple[list[list[int]], dict[str, Any], dict[str, Any]]] = {
-        "padded": ([first, first[:20] + words(11, 2)], {"rope_parameters": LONGROPE}, {}),
-        "equal and short": ([words(3, 3)] * 2, {}, {"loss_chunks": 2}),
-        "equal": ([first, first, words(9, 4)], {}, {}),
-    }
+def rows_of_a_batch(ctx: RankContext, fused: bool) -> dict[str, float]:
+    """Errors of rows that run as a tree, where more of their batch counts than their own tokens;
+    with TRL's fused head or the model's own."""
+    first, other = words(30, 1), words(9, 4)
+    longer = [first, first[:20] + words(11, 2)]
+    routers = {"output_router_logits": True}
+    cases: list[tuple[str, list[list[int]], dict[str, Any], dict[str, Any]]] = [
+        ("llama", longer, {"rope_parameters": LONGROPE}, {}),
+        ("llama", [words(3, 3)] * 2, {}, {"loss_chunks": 2}),  # fewer than ranks and chunks
+        ("mixtral", [first, first, other], routers, {}),  # a tree without branches
+        ("mixtral", [*longer, first[:17], other], routers, {"logits": "whole"}),
+    ]
+    head = {}
+    if fused:
+        from trl.trainer.utils import add_fused_lm_head
+
+        head, cases = {"fused_lm_head": True}, cases[-1:]
     errors = {}
-    for name, (rows, changes, options) in cases.items():
+    for index, (name, rows, changes, options) in enumerate(cases):
         collator = transformers.DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=44)
         batch = dict(collator([{"input_ids": x, "labels": x} for x in rows]))
-        model = build("llama", **changes)
-        loss = model(**batch, use_cache=False).loss
+        model = build(name, **changes)
+        if fused:
+            add_fused_lm_head(model)
+        loss = model(**batch, **head, use_cache=False).loss
         loss.backward()
         want = Result(loss.detach(), torch.ones(1), take_gradients(model))
-        model = build("llama", **changes)  # without the frequencies that it has taken
+        model = build(name, **changes)  # without the frequencies that it has taken
+        if fused:
+            add_fused_lm_head(model)
         with enable(model, mesh_of(2), share_prefixes=True, **options):
-            loss = model(**batch).loss
-            loss.backward()
-            have = Result(loss.detach(), torch.ones(1), mean_gradients(model))
-        errors[name] = have.error(want)
+            out = model(**batch, **head)
+            out.loss.backward()
+            have = Result(out.loss.detach(), torch.ones(1), mean_gradients(model))
+            for scores in out.get("router_logits") or () if options.get("logits") else ():
+                assert len(scores) == batch["input_ids"].numel()
+        errors[f"{index} {name}"] = have.error(want)
     return errors
 
 
-def test_rows_as_a_tree_are_those_of_their_batch(pool):
-    errors = pool.run(rows_of_a_batch, 4)[0]
-    assert len(errors) == 3 and max(errors.values()) < BOUND, errors
-
-
-def equal_rows_with_routers(ctx: RankContext) -> None:
-    model = build("mixtral")
-    with enable(model, mesh_of(1), share_prefixes=True):
-        model(torch.tensor([words(20, 1)] * 2), output_router_logits=True)
-
-
-def test_equal_rows_with_a_loss_of_routers_are_refused(pool):
-    """They are one document of a tree, in which nothing branches."""
-    for error in pool.errors(equal_rows_with_routers, 4):
-        assert isinstance(error, ds_usp.UnsupportedAttentionError)
-        assert "output_router_logits" in str(error)
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_as_a_tree_are_those_of_their_batch(pool, fused):
+    errors = pool.run(rows_of_a_batch, 4, fused=fused)[0]
+    assert len(errors) == (1 if fused else 4) and max(errors.values()) < BOUND, errors
 
 
 # ------------------------------------------------------------------ trainers
@@ -323,8 +326,9 @@ def test_a_trainer_on_trees_trains_as_one_on_rows(pool):
 
 
 def test_dpo_that_shares_prompts_trains_as_one_process_does(pool):
-    """Chosen and rejected are a tree: everything that is logged, and fewer tokens."""
-    options = {"name": "dpo", "micro": 2, "max_steps": 1, "prompt": 24}
+    """Chosen and rejected are a tree: everything that is logged, the loss of routers too, and fewer
+    tokens."""
+    options = {"name": "dpo", "micro": 2, "max_steps": 1, "prompt": 24, "experts": True}
     want, tokens = pool.run(run_trl, 1, **options)[0]
     logs, local_tokens = pool.run(run_trl, 2, split=Split(1, 2), share_prefixes=True, **options)[0]
     assert_same_logs(logs, want)
@@ -357,6 +361,7 @@ def test_groups_that_share_prompts_train_as_one_process_does(pool, tmp_path, nam
         "max_steps": 2,
         "num_iterations": 2,
         "learning_rate": 0.05,
+        "experts": name == "grpo",
     }
     options["folder"] = saved_reference(str(tmp_path))
     want = pool.run(run_rl, 1, **options)[0]

@@ -68,7 +68,7 @@ from ds_usp.integrations.transformers.whole_batch_loss import (
 )
 from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
-from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS
+from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS, TREE
 
 _SAME_BATCH = (
     "Give every rank of the mesh the same whole batch: attach(trainer, mesh) does so for a "
@@ -370,10 +370,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 # Not of the tree's arguments, whose positions are made here, from 0 on.
                 modules = without_towers(self._inner)
                 self._check_positions(given, (self._rows or batch).left_padded, modules)
-            # Before what would be said of its documents. Rows that are equal are one document, and
-            # what counts tokens would count them once: all batches that may be trees are refused.
-            if batch.packing.parents or self._options.share_prefixes:
-                refusals.check_tree(self._inner, at_text, self._asks_for_router_logits(arguments))
+            self._check_tree(arguments, batch, at_text)  # before what is said of its documents
             refusals.check_layerdrop(self._trunk, batch)
             refusals.check_adapters(self._inner, batch)
             if self._recurrent.forgets_at_0:
@@ -409,9 +406,13 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             if not at_text:
                 self._begin_shard(tokens=next(iter(batch.tensors.values())))
             if self._asks_for_router_logits(arguments) and not self._whole_head:
-                real = batch.arguments.get("attention_mask")
-                real = None if real is None else layout.shard(real, 1, self.mesh.rank)
-                self._router_loss.begin(real, bool(local.get(_TRL_FUSED_HEAD)))
+                rows, counts = self._rows, batch.arguments.get("attention_mask")
+                counts = counts if rows is None else rows.counts
+                self._router_loss.begin(
+                    None if counts is None else layout.shard(counts, 1, self.mesh.rank),
+                    in_fused_head=bool(local.get(_TRL_FUSED_HEAD)),
+                    of_rows=rows is not None,
+                )
             return (), local
 
     def _as_tree(self, arguments: Mapping[str, Any]) -> RowsAsTree | None:
@@ -423,6 +424,15 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         chunks = max(1, options.loss_chunks, options.mlp_chunks)
         min_tokens = 2 * chunks * self.mesh.sp_degree
         return RowsAsTree.read(arguments, min_tokens=min_tokens, in_fused_head=in_fused_head)
+
+    def _check_tree(
+        self, arguments: Mapping[str, Any], batch: WholeArguments, at_text: bool
+    ) -> None:
+        # How many rows have a token is known of rows alone: equal ones are a tree without branches.
+        is_given = self._rows is None and TREE in arguments
+        routers = is_given and self._asks_for_router_logits(arguments)
+        if batch.packing.parents or routers:
+            refusals.check_tree(self._inner, at_text, routers)
 
     def _places_by_tokens(self, batch: WholeArguments) -> bool:
         """Whether a model around a text model makes masks or positions of all tokens."""
@@ -608,7 +618,9 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         whole = choice == "whole" or (choice == "auto" and not labeled)
         self._join(shard, len(kwargs["attention_mask"]), out, join_all=whole)
         if self._rows is not None:
-            rows_of_outputs(out, self._rows, all_joined=whole)
+            text = self._inner.config.get_text_config()
+            factor = getattr(text, "router_aux_loss_coef", 0.0)
+            rows_of_outputs(out, self._rows, all_joined=whole, router_factor=factor)
         return out
 
     def _join(self, shard: Shard, rows: int, out: dict[str, Any], *, join_all: bool) -> None:
@@ -727,11 +739,14 @@ def join_outputs(
             out[key] = join(value)
 
 
-def rows_of_outputs(out: MutableMapping[str, Any], rows: RowsAsTree, *, all_joined: bool) -> None:
+def rows_of_outputs(
+    out: MutableMapping[str, Any], rows: RowsAsTree, *, all_joined: bool, router_factor: float
+) -> None:
     """Replace joined outputs of a tree by those of its rows.
 
     Args:
         all_joined: all of them are, not only log-probabilities.
+        router_factor: with which TRL's fused head adds the loss of routers.
     """
     for key in [key for key in out if key in _PER_TOKEN and out[key] is not None]:
         value = out[key]
@@ -739,11 +754,16 @@ def rows_of_outputs(out: MutableMapping[str, Any], rows: RowsAsTree, *, all_join
             of_rows = rows.of_rows(value, rows.is_labeled)
             out[key] = of_rows[:, :-1] if rows.drops_last else of_rows
         elif all_joined and isinstance(value, tuple):
-            out[key] = tuple(x if x is None else rows.of_rows(x, rows.is_real) for x in value)
+            flat = key == _ROUTERS  # rows and tokens in one dim
+            each = (x if x is None or not flat else x[None] for x in value)
+            each = (x if x is None else rows.of_rows(x, rows.is_real) for x in each)
+            out[key] = tuple(x if x is None or not flat else x.flatten(0, 1) for x in each)
         elif all_joined:
             out[key] = rows.of_rows(value, rows.is_real)
     if out.get("log_probs") is not None:  # each label once, and not once for each row
         out["loss"] = -out["log_probs"].sum() / rows.num_items
+        if out.get("aux_loss") is not None:
+            out["loss"] = out["loss"] + router_factor * out["aux_loss"]
 
 
 class LargestPosition:

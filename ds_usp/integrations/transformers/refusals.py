@@ -355,7 +355,7 @@ def check_tree(model: PreTrainedModel, at_text: bool, routers: bool) -> None:
 
     Args:
         at_text: the model is given whole arguments, and its text model shards.
-        routers: a loss of routers is asked for.
+        routers: a loss of routers is asked for of a tree that is given.
     """
     reason = ""
     if any(sparse_layers(model)):
@@ -370,13 +370,15 @@ def check_tree(model: PreTrainedModel, at_text: bool, routers: bool) -> None:
     elif routers:
         reason = (
             "has a loss of its routers (output_router_logits), which counts the tokens of each "
-            "row, and a tree has those of a prefix once"
+            "row, and a tree does not say how many have a prefix"
         )
     if reason:
+        others = " and share_prefixes"
+        if routers:
+            others = " (share_prefixes counts them), or leave output_router_logits out"
         raise UnsupportedAttentionError(
             f"{type(model).__name__} {reason}: give each answer with its prompt as a row of its "
-            "own, without tree and share_prefixes"
-            f"{', or leave output_router_logits out' if routers else ''}"
+            f"own, without tree{others}"
         )
 
 

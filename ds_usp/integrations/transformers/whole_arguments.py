@@ -329,6 +329,7 @@ class RowsAsTree:
         index: of each token of the rows the token of the tree that stands for it, ``[b, s]``; 0 for
             padding.
         is_real, is_labeled: the tokens that are no padding, and those with a label, ``[b, s]``.
+        counts: for how many rows each token of the tree stands, ``[1, tokens]``.
         num_items: labels of the rows, or what was given for it.
         drops_last: outputs of labels have none for the last token of a row.
         left_padded: a row begins with padding.
@@ -339,6 +340,7 @@ class RowsAsTree:
     index: Tensor
     is_real: Tensor
     is_labeled: Tensor
+    counts: Tensor
     num_items: Tensor | int
     drops_last: bool
     left_padded: bool
@@ -414,6 +416,7 @@ class RowsAsTree:
             index,
             is_real,
             is_labeled,
+            index[is_real].bincount()[None],
             num_items=is_labeled.sum().clamp(min=1) if count is None else count,
             drops_last="shift_labels" not in batch.arguments,
             left_padded=batch.left_padded,

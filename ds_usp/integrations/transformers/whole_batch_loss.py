@@ -136,22 +136,24 @@ class RouterLoss:
         self._model, self._mesh, self._gradients = model, mesh, gradients
         self._running = running
         self._before: list[tuple[Any, Any]] = []
-        self._real: Tensor | None = None
-        self._in_fused_head = False
+        self._counts: Tensor | None = None
+        self._in_fused_head = self._of_rows = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
         model, running = deepcopy(self._model, memo), deepcopy(self._running, memo)
         return RouterLoss(model, self._mesh, self._gradients, running)
 
-    def begin(self, real: Tensor | None, in_fused_head: bool) -> None:
+    def begin(self, counts: Tensor | None, *, in_fused_head: bool, of_rows: bool) -> None:
         """Prepare a forward pass that computes the loss of the whole batch.
 
         Args:
-            real: which of this rank's tokens are no padding, ``[b, s_local]``; None: all.
+            counts: how often each of this rank's tokens counts, ``[b, s_local]``: 0 for padding, in
+                a tree of rows as often as rows have it; None: each once.
             in_fused_head: TRL's head adds it to this rank's share of a loss, which is summed.
+            of_rows: the tokens are a tree of rows.
         """
         self.end()  # of a pass that was interrupted
-        self._real, self._in_fused_head = real, in_fused_head
+        self._counts, self._in_fused_head, self._of_rows = counts, in_fused_head, of_rows
         modules = [sys.modules.get(kind.__module__) for kind in type(self._model).__mro__]
         modules += [import_module(_OF_FUSED_HEADS)] if in_fused_head else []
         for module in dict.fromkeys(modules):
@@ -164,7 +166,7 @@ class RouterLoss:
         for module, original in self._before:
             setattr(module, ROUTER_LOSS, original)
         self._before.clear()
-        self._real = None
+        self._counts = None
 
     @disable_in_compile("the sums of routers are summed over the ranks")
     def _of_the_batch(
@@ -183,8 +185,13 @@ class RouterLoss:
                 f"{original.__module__}.{ROUTER_LOSS} is another loss than Switch Transformer's, "
                 "whose sums over tokens are known: leave output_router_logits out"
             )
-        real = None if attention_mask is None or self._real is None else self._real.flatten()
-        sums = _router_sums(gate_logits, num_experts, top_k, real)
+        if attention_mask is None and self._of_rows:
+            raise UnsupportedAttentionError(
+                "the model counts padding in the loss of its routers, and a tree of rows has none: "
+                "leave share_prefixes or output_router_logits out"
+            )
+        counts = None if attention_mask is None or self._counts is None else self._counts.flatten()
+        sums = _router_sums(gate_logits, num_experts, top_k, counts)
         loss = _load_balancing(sum_of_shards(sums, self._mesh, self._gradients))
         self._running.router_loss = loss
         if not self._in_fused_head:
@@ -196,12 +203,12 @@ class RouterLoss:
 
 
 def _router_sums(
-    scores: tuple[Tensor, ...], num_experts: int, top_k: int, real: Tensor | None
+    scores: tuple[Tensor, ...], num_experts: int, top_k: int, counts: Tensor | None
 ) -> Tensor:
     """Choices and probabilities of each expert, and tokens, of all layers: ``[2 * E + 1]``."""
-    if real is None:
-        real = scores[0].new_ones(len(scores[0]))
-    weights = real.to(scores[0].device, torch.float32)
+    if counts is None:
+        counts = scores[0].new_ones(len(scores[0]))
+    weights = counts.to(scores[0].device, torch.float32)
     chosen = torch.zeros(num_experts, dtype=torch.float32, device=weights.device)
     probabilities = torch.zeros_like(chosen)
     for of_layer in scores:
