@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
-from itertools import compress
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -54,11 +55,13 @@ from ds_usp.errors import MeshError
 
 # Comparisons, of calls and backward passes, after which numbers leave the GPU, and as many again
 # before they are read: a GPU has long computed what it was given before.
-_READ_AFTER = 8
+_READ_AFTER = 16
 _FEW_ELEMENTS = 1024  # of a tensor that ranks hold alike: of larger ones sums are compared
 _ROWS = 4096  # of that many elements are summed at a time: 32 MiB of products
 # By bytes; wider ones as several: an int64 sum keeps of the top bits of int64s their parity alone.
 INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32})
+_EARLIER_FIELD = f"{NUMBERS_FIELD}earlier calls "  # begins that of their digest and checksums
+_MAX_NAMED = 4  # of those that differ
 _PLAIN_TENSORS = torch.Tensor, torch.nn.Parameter
 # Signatures may differ from step to step, by lengths or by documents.
 _MAX_VERIFIED = 1024
@@ -80,58 +83,68 @@ _FORKED = MeshError(
 
 
 class SharedNumbers:
-    """Digests of tensors that all ranks hold alike, each of every bit.
+    """A copy of tensors that all ranks hold alike, or of sums in which each bit of them counts.
 
     Args:
         tensors: by name, all on one device. Of other classes than torch's own the shapes alone.
 
     Attributes:
         names: the field of each tensor's dtype and shape.
-        is_on_gpu: the digests are not known before the GPU has computed what it was given so far.
+        is_on_gpu: the numbers are not known before the GPU has computed what it was given so far.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.names = [_name_of(name, x.dtype, x.shape) for name, x in tensors.items()]
-        known = [type(x) in _PLAIN_TENSORS and not x.is_meta for x in tensors.values()]
-        self.is_on_gpu = any(x.is_cuda for x in compress(tensors.values(), known))
-        if self.is_on_gpu and torch.cuda.is_current_stream_capturing():
-            known, self.is_on_gpu = [False] * len(known), False  # replays compare nothing
-        parts = [_few_bits(x) for x in compress(tensors.values(), known)]
-        lengths = map(len, parts)
-        self._lengths = [next(lengths) if is_known else 0 for is_known in known]
+        self.is_on_gpu, names, parts = False, list[str](), list[torch.Tensor]()
+        self._ends = [0]
+        for name, x in tensors.items():
+            names.append(_name_of(name, x.dtype, x.shape))
+            is_known = type(x) in _PLAIN_TENSORS and not x.is_meta
+            # Replays of a CUDA graph compare nothing.
+            if is_known and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                parts.append(_few_bits(x))
+                self.is_on_gpu = x.is_cuda
+            self._ends.append(sum([part.numel() for part in parts]))
+        self.names = tuple(names)
         # A copy, of one tensor too: what it was taken from may be written to before it is read.
         self._bits = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._stream = torch.cuda.current_stream(self._bits.device) if self.is_on_gpu else None
+        self._stream: tuple[int, int, int] | None = None
         self._arrival: torch.cuda.Event | None = None
+        if self.is_on_gpu:  # as torch.cuda.current_stream() does, which takes a few times as long
+            self._stream = torch._C._cuda_getCurrentStream(self._bits.get_device())
 
     @staticmethod
     def copy_to_host(several: Sequence[SharedNumbers]) -> None:
-        """Start the way of several to the host, behind the GPU's work, by one copy a device."""
-        for device in dict.fromkeys(x._bits.device for x in several):
-            of_device = [x for x in several if x._bits.device == device]
-            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            for x in of_device:
-                if stream is not None and x._stream is not None and x._stream != stream:
-                    stream.wait_stream(x._stream)
-                    x._bits.record_stream(stream)
-            parts = [x._bits for x in of_device]
-            host = torch.cat(parts).to("cpu", non_blocking=True)
-            arrival = None if stream is None else stream.record_event()
-            for x, part in zip(of_device, host.split([len(part) for part in parts]), strict=True):
-                x._bits, x._arrival = part, arrival
+        """Start the way of several to the host, behind the GPU's work, by one copy a stream."""
+        names = "stream_id", "device_index", "device_type"
+        for key in dict.fromkeys(x._stream for x in several):
+            of_stream, start = [x for x in several if x._stream == key], 0
+            stream = torch.cuda.Stream(**dict(zip(names, key, strict=True))) if key else None
+            with torch.cuda.stream(stream):
+                bits = torch.cat([x._bits for x in of_stream]).to("cpu", non_blocking=True)
+                arrival = stream.record_event() if stream else None
+            for x in of_stream:
+                x._bits, x._arrival = bits, arrival
+                x._ends = [start + end for end in x._ends]
+                start = x._ends[-1]
 
-    def fields(self, when: str = "") -> list[str]:
-        """The field of each tensor's numbers, which are on the host or on their way there."""
+    def parts(self) -> list[memoryview]:
+        """The bits of each tensor, which are on the host or on their way there."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        data, start, fields = self._bits.numpy(), 0, list[str]()
-        for name, length in zip(self.names, self._lengths, strict=True):
-            digest = hashlib.blake2b(
-                data[start : start + length].tobytes(), digest_size=8
-            ).hexdigest()
-            fields.append(f"{name}{when}, digest: {digest}")
-            start += length
-        return fields
+        data = self._bits.numpy().data
+        return [data[start:end] for start, end in pairwise(self._ends)]
+
+    def fields(self) -> tuple[str, ...]:
+        """The field of each tensor's numbers."""
+        named = zip(self.names, self.parts(), strict=True)
+        return tuple([f"{name}, digest: {_digest([part])}" for name, part in named])
+
+
+def _digest(parts: Iterable[memoryview]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=1024)
@@ -143,8 +156,9 @@ def _few_bits(x: torch.Tensor) -> torch.Tensor:
     """Bytes that differ where any bit of a tensor does: its own, or of sums over all of it."""
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
-    x = x.detach().contiguous().view(-1)
-    if len(x) <= _FEW_ELEMENTS:
+    if x.ndim != 1 or not x.is_contiguous():
+        x = x.contiguous().view(-1)
+    if x.numel() <= _FEW_ELEMENTS:
         return x.view(torch.uint8)
     # Sums of integers wrap around: they are exact in any order, so that unlike GPUs agree. The
     # factors are odd: no single bit is lost in them.
@@ -285,10 +299,10 @@ def _wait_for(
 # at the same call. No CUDA stream waits for it.
 #
 # Numbers of tensors that all ranks hold alike, as sinks, are compared by content in each call. On a
-# GPU a call copies their bits, or sums of many. Those of several calls go to the host together, as
-# a copy there costs more time of the host than all else. They are part of the record of a call or
-# backward pass sixteen comparisons later, or of a check: reading them at once would let the GPU run
-# empty in each layer. Where one is refused for another reason, the next one has them.
+# GPU a call copies their bits, or sums of many, and does no more, as each operation costs the host
+# time. Those of sixteen comparisons go to the host together, and sixteen later their digest is one
+# field of one record, of a call or a backward pass, or of a check: reading them at once would let
+# the GPU run empty in each layer. Where that is refused for another reason, the next one has them.
 #
 # Note [fail-stop]
 #
@@ -349,9 +363,9 @@ class ConsistencyChecker:
         self._calls = self._passes = self._passes_since_call = 0  # backward passes
         self._verified: set[Signature | str] = set()  # signatures that were equal on all ranks
         self._pending: deque[int] = deque()  # comparisons in flight
-        self._unread: deque[_Call] = deque()  # whose numbers are on the GPU
-        self._arriving: deque[_Call] = deque()  # whose numbers are on their way to the host
-        self._read: dict[int, dict[str, _Call]] = {}  # those in a comparison's record, by its field
+        self._unread: list[_Call] = []  # whose numbers are on the GPU
+        self._arriving: deque[list[_Call]] = deque()  # whose numbers are on their way to the host
+        self._read: dict[int, list[_Call]] = {}  # whose digests a comparison's record has
         self._has_left = False  # the last one in flight says so
         self._failure: MeshError | None = None  # raised as copies: it would keep frames
         self._owner: weakref.ref[threading.Thread] | None = None
@@ -403,8 +417,8 @@ class ConsistencyChecker:
             signature: of the call; a text has ``", "`` between its fields.
             error: what this rank already knows to be wrong.
             wait: wait for the comparison even if the signature is verified.
-            numbers: of arguments that are no shards. On a GPU they are compared sixteen comparisons
-                later.
+            numbers: of arguments that are no shards. On a GPU they are compared at most 32
+                comparisons later.
 
         Raises:
             MeshError: the ranks differ in this call or differed in an earlier one; on every rank.
@@ -416,7 +430,7 @@ class ConsistencyChecker:
         posted = signature
         if numbers is not None:
             fields = numbers.names if numbers.is_on_gpu else numbers.fields()
-            posted = Signature(signature.fields + tuple(fields), signature.layouts)
+            posted = Signature(signature.fields + fields, signature.layouts)
         # New numbers make no new signature, which would be waited for.
         self._compare(posted, _CALL, signature, error, wait, MAX_IN_FLIGHT - 1, computes=True)
         if numbers is not None and numbers.is_on_gpu:  # not of a call that all ranks refuse
@@ -567,8 +581,8 @@ class ConsistencyChecker:
         Args:
             max_pending: at most so many comparisons are in flight before this one.
             computes: the mesh becomes this thread's, or belongs to it.
-            read_after: numbers of a call so many comparisons before leave the GPU; those of twice
-                as many before are part of the record.
+            read_after: numbers of calls leave the GPU where the first was so many comparisons
+                before, and are part of the record after twice as many.
         """
         transport = self._transport
         if transport is None:
@@ -586,9 +600,10 @@ class ConsistencyChecker:
                 self.drain(0 if wait else max_pending)
             if self.in_pass and error is None and (computes or kind is Kind.BACKWARD):
                 self.abort_pass()  # else another thread may be in it
-            calls = self._read_numbers(read_after) if self._unread or self._arriving else {}
+            calls = self._read_numbers(read_after) if self._unread or self._arriving else []
             if calls:
-                signature = Signature(signature.fields + tuple(calls), signature.layouts)
+                fields = (*signature.fields, _earlier_field(calls))
+                signature = Signature(fields, signature.layouts)
             record = self._record(signature, kind, deferred=not wait)
             seq = transport.post(_encode(record if error is None else _error_record(error)))
             self.ranks_know = False
@@ -618,11 +633,10 @@ class ConsistencyChecker:
         except MeshError as unreachable:
             transport.abort()
             raise self._fail(unreachable) from None
-        calls = self._read.pop(seq, {}) if self._read else {}
+        calls = self._read.pop(seq, []) if self._read else []
         if error is None and data.count(data[0]) == len(data):
             return
-        others = _with_other_numbers(data, calls)
-        difference, for_good = _difference(data, [f"call {x.number}: {x.of}" for x in others])
+        difference, for_good, others = _difference(data, calls)
         if difference is not None and for_good:
             difference = self._fail(difference)
         raised = difference if error is None else error
@@ -631,26 +645,24 @@ class ConsistencyChecker:
             if others:
                 self._unread.clear()  # on every rank: it would be refused for these again
                 self._arriving.clear()
-            else:
-                self._arriving.extendleft(reversed(dict.fromkeys(calls.values())))
+            elif calls:
+                self._arriving.appendleft(calls)
             raise raised
 
-    def _read_numbers(self, read_after: float) -> dict[str, _Call]:
-        """Take the calls twice as many comparisons before the one that begins, by fields of their
-        numbers."""
-        calls: dict[str, _Call] = {}
-        number = self.number + 1
+    def _read_numbers(self, read_after: float) -> list[_Call]:
+        """Take the calls whose numbers are part of the record of the comparison that begins."""
+        calls, before = list[_Call](), self.number + 1 - read_after
+        leave = bool(self._unread) and self._unread[0].number <= before
+        arrived = bool(self._arriving) and self._arriving[0][0].number <= before - read_after
         # A wait for the GPU ends the capture of a CUDA graph: read after it, on every rank.
-        if torch.cuda.is_current_stream_capturing():
+        if not (leave or arrived) or torch.cuda.is_current_stream_capturing():
             return calls
-        if self._unread and self._unread[0].number + read_after <= number:
+        if leave:
             SharedNumbers.copy_to_host([call.numbers for call in self._unread])
-            self._arriving += self._unread
-            self._unread.clear()
-        while self._arriving and self._arriving[0].number + 2 * read_after <= number:
-            call = self._arriving.popleft()
-            fields = call.numbers.fields(f", {number - call.number} comparisons before")
-            calls |= dict.fromkeys(fields, call)
+            self._arriving.append(self._unread)
+            self._unread = []
+        while self._arriving and self._arriving[0][0].number <= before - read_after:
+            calls += self._arriving.popleft()
         return calls
 
     def _record(self, signature: Signature, kind: Kind, deferred: bool = False) -> CallRecord:
@@ -692,7 +704,7 @@ def check_same(group: dist.ProcessGroup | None, text: str, error: Exception | No
     """
     record = CallRecord(Signature.of_text(text)) if error is None else _error_record(error)
     data = record.encode().ljust(RECORD_BYTES, b"\0")  # all-gathers need equal lengths
-    difference, _ = _difference([] if group is None else all_gather_bytes(data, group))
+    difference, *_ = _difference([] if group is None else all_gather_bytes(data, group))
     raised = difference if error is None else error
     if raised is not None:
         raise raised
@@ -702,30 +714,49 @@ def _error_record(error: Exception) -> CallRecord:
     return CallRecord(Signature((str(error) or type(error).__name__,)), Kind.ERROR)
 
 
-def _with_other_numbers(
-    data: Sequence[bytes | bytearray], calls: Mapping[str, _Call]
-) -> list[_Call]:
-    """Those of the earlier calls, by the fields of their numbers, that differ among the records."""
-    records = [CallRecord.decode(record) for record in data] if calls else []
-    if any(record.kind in (Kind.ERROR, Kind.LEFT) for record in records):
-        return []
-    rows = [record.signature.fields for record in records]
-    differing = [call for field, call in calls.items() if not all(field in row for row in rows)]
-    return list(dict.fromkeys(differing))
+def _earlier_field(calls: Sequence[_Call]) -> str:
+    """One digest, which tells whether the numbers of calls are equal, and a checksum of each tensor
+    to find those that are not: a record has no room for digests of all."""
+    parts = [part for call in calls for part in call.numbers.parts()]
+    return _EARLIER_FIELD + " ".join([_digest(parts), *[f"{zlib.crc32(x):08x}" for x in parts]])
+
+
+def _name_numbers(
+    records: Sequence[CallRecord], calls: Sequence[_Call]
+) -> tuple[Sequence[CallRecord], list[_Call]]:
+    """The earlier calls that differ in their numbers, and the records with fields for the first
+    tensors that do in the place of all checksums."""
+    texts = [record.signature.fields[-1] for record in records]
+    if not calls or len(set(texts)) == 1 or not all(x.startswith(_EARLIER_FIELD) for x in texts):
+        return records, []
+    checks = [text.removeprefix(_EARLIER_FIELD).split(" ")[1:] for text in texts]
+    tensors = [(call, f"{x} of call {call.number}") for call in calls for x in call.numbers.names]
+    columns = list[Any]()
+    if all(len(row) == len(tensors) for row in checks):  # else a record had no room for so many
+        columns = [x for x in zip(tensors, *checks, strict=True) if len(set(x[1:])) > 1]
+    if not columns:
+        return records, list(calls[:_MAX_NAMED])
+    named = list[CallRecord]()
+    for rank, record in enumerate(records):
+        fields = [f"{name}, checksum: {row[rank]}" for (_, name), *row in columns[:_MAX_NAMED]]
+        signature = Signature((*record.signature.fields[:-1], *fields), record.signature.layouts)
+        named.append(record._replace(signature=signature))
+    return named, list(dict.fromkeys(call for (call, _), *_ in columns[:_MAX_NAMED]))
 
 
 def _difference(
-    data: Sequence[bytes | bytearray], earlier: Sequence[str] = ()
-) -> tuple[MeshError | None, bool]:
-    """The difference of the ranks' records of a number, None where all can go on; and whether it is
+    data: Sequence[bytes | bytearray], calls: Sequence[_Call] = ()
+) -> tuple[MeshError | None, bool, list[_Call]]:
+    """The difference of the ranks' records of a number, None where all can go on; whether it is
     for good: ranks aborted different passes, one has left alone, or some have started an exchange
-    that others refuse."""
+    that others refuse; and which of the earlier calls, whose digests they have, differ."""
     if not data or data.count(data[0]) == len(data):
-        return None, False
-    records = [CallRecord.decode(record) for record in data]
+        return None, False, []
+    records, others = _name_numbers([CallRecord.decode(record) for record in data], calls)
     kinds = {record.kind for record in records}
     aborts = {(x.aborted_passes, x.exchanges) for x in records if x.kind is not Kind.ERROR}
     if kinds == {Kind.LEFT} and len(aborts) == 1:
-        return None, False
+        return None, False, []
     deferred = any(record.deferred for record in records)
-    return mismatch_error(records, earlier), deferred or Kind.LEFT in kinds or len(aborts) > 1
+    error = mismatch_error(records, [f"call {call.number}: {call.of}" for call in others])
+    return error, deferred or Kind.LEFT in kinds or len(aborts) > 1, others
