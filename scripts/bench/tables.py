@@ -594,6 +594,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "diffusers": partial(diffusion_table, "diffusers.jsonl"),
     "diffusers-h100": partial(diffusion_table, "diffusers_h100.jsonl"),
     "diffusers-guided": partial(diffusion_table, "diffusers_guided.jsonl"),
+    "diffusers-loops": partial(diffusion_table, "diffusers_loops.jsonl"),
     "factors": partial(factor_table, "step_factors.csv"),
     "megatron-lm": partial(
         training_table,
