@@ -135,7 +135,10 @@ README_HEADLINES = (
         *("grpo_trees.jsonl", f"{_ANSWERS}, tree", "flash4, 8 layers"),
         *(f"{_ANSWERS}, rows", "ds_usp"),
     ),
-    *(x for x in HEADLINES if x[0] == "GPT 1.3B, 16K, default kernels"),
+    (
+        "Wan 2.1 14B whole, guided step, 480p, 2 H200",
+        *("diffusers_loops.jsonl", "wan14b-480p:loop", "cudnn", "wan14b-480p:loop", ALONE),
+    ),
     *(x for x in HEADLINES if x[0] == "32K, 32/8, packed, cuDNN"),
 )
 MODELS = {
