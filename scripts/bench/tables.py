@@ -119,6 +119,13 @@ HEADLINES = (
         )
     ),
     ("Wan 2.1, 10 blocks, guided step, 480p", "diffusers_guided.jsonl", "wan-480p:guided", "cudnn"),
+    *(
+        (f"{label}, a step of its loop, 2 H200", "diffusers_loops.jsonl", f"{x}:loop", "cudnn")
+        for label, x in (
+            ("FLUX.2-dev whole, 1024 px", "flux2-1024"),
+            ("Wan 2.1 14B whole, guided, 480p", "wan14b-480p"),
+        )
+    ),
 )
 # Those of README: five, wins and a loss; docs/benchmarks.md has all that compare with others. The
 # last two fields are of what stands beside: the shape or workload, and how its method begins.
@@ -412,7 +419,7 @@ def diffusion_table(results: str) -> str:
         workload, _, kind = row["workload"].partition(":")
         key = (f"{workload}, {row['tokens']:,} tokens", kind, kernel, mode)
         refused = "WRONG" if row.get("wrong") else "refused"
-        time = statistics.median(row["ms"]) if "ms" in row and not row.get("wrong") else refused
+        time = _milliseconds(row) if "ms" in row and not row.get("wrong") else refused
         runs.setdefault(key, {})[name.removesuffix(" compiled").removesuffix(" cached")] = time
     methods = list(dict.fromkeys(method for times in runs.values() for method in times))
     lines = []
@@ -500,10 +507,12 @@ def _times_of(results: str, case: str, group: str) -> dict[str, float]:
 
 
 def _milliseconds(row: Mapping[str, Any]) -> float:
-    """The time of a row; the median of its steps where it holds them."""
+    """The time of a row, or the median of its steps; that of one step of a denoising loop."""
     if "seconds" in row:
         return 1e3 * statistics.median(row["seconds"])
-    return statistics.median(row["ms"]) if isinstance(row["ms"], list) else float(row["ms"])
+    if not isinstance(row["ms"], list):
+        return float(row["ms"])
+    return statistics.median(row["ms"]) / row.get("steps", 1)
 
 
 def _time(milliseconds: float) -> str:
