@@ -264,7 +264,7 @@ _OF_EDIT_PIPELINES = frozenset({"__getitem__", "float", "to"})
 
 
 def _kept(values: Any) -> Any:
-    """With the values of promises in their places."""
+    """Return ``values`` with those of promises in their places."""
     return _pytree.tree_map_only(_Promise, lambda promise: promise.value(), values)
 
 
@@ -320,8 +320,8 @@ class WaitingCall:
 
 
 class BranchCalls:
-    """What an enabled transformer is called by, in the place of ``_call_impl``: calls of one step
-    wait for each other, and run at once.
+    """Takes the place of ``_call_impl`` of an enabled transformer: calls of one step wait for each
+    other, and run at once.
 
     Args:
         parts: of the mesh, which compute a call each.

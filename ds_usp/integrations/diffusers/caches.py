@@ -27,7 +27,7 @@ from ds_usp.memory.compile_guard import disable_in_compile
 
 
 class _Cache(NamedTuple):
-    """What is known of a cache of diffusers.
+    """Describes a cache of diffusers.
 
     Args:
         by_residual: it decides by what tokens are, else by the number or the time of a step.
@@ -88,7 +88,7 @@ class Caches:
         return bool(self.text)
 
     def check(self, of_branches: bool, of_samples: bool, has_context: bool) -> None:
-        """What these caches cannot do.
+        """Refuse what these caches cannot do.
 
         Args:
             of_branches: parts of the mesh compute the calls of a step.
@@ -129,7 +129,7 @@ class Caches:
             )
 
     def decide_on(self, mesh: SequenceMesh) -> None:
-        """From now on decisions are those of all ranks of a mesh, until :meth:`release`."""
+        """Let all ranks of a mesh decide together from now on, until :meth:`release`."""
         for name, hook in self._hooks:
             if CACHES[name].by_residual:
                 hook._should_compute_remaining_blocks = partial(_changed, hook, mesh)

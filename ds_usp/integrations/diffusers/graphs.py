@@ -388,9 +388,9 @@ def check_device(name: str, device: torch.device) -> None:
 
 
 def identities(transformer: nn.Module) -> Iterator[object]:
-    """What a captured pass depends on besides arguments, the same again if nothing was replaced:
-    modules, their hooks, compiled forms and attention processors, addresses of weights and buffers.
-    """
+    """Yield what a captured pass depends on besides arguments, the same again if nothing was
+    replaced: modules, their hooks, compiled forms and attention processors, addresses of weights
+    and buffers."""
     for module in transformer.modules():
         own = vars(module)
         processor = own.get("processor")

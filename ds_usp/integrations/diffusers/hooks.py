@@ -232,10 +232,13 @@ class ShardedTransformer:
 
     def _register_inside(self) -> Iterator[RemovableHandle]:
         plan, transformer = self._plan, self.transformer
-        before: list[tuple[str, Callable[..., Arguments | None]]] = []
+        join = partial(self._join_one, last=False)
         # Of a module's inputs those that are added last run first: masks need the shards' lengths.
-        before += [(p, partial(self._count_last, counts)) for p, counts in plan.counts.items()]
-        before += [(p, partial(self._join_inputs, dims)) for p, dims in plan.whole_inputs.items()]
+        before: list[tuple[str, Callable[..., Arguments | None]]] = [
+            (path, partial(self._change_inputs, change, entries))
+            for change, by_path in ((self._count_last, plan.counts), (join, plan.whole_inputs))
+            for path, entries in by_path.items()
+        ]
         for path, argument in plan.masks.items():
             before.append((path, partial(self._take_mask, argument, plan.order_of_mask(path))))
         for path, entries in plan.inputs.items():
@@ -401,7 +404,7 @@ class ShardedTransformer:
 
     @contextmanager
     def _run(self, calls: Sequence[WaitingCall]) -> Iterator[None]:
-        """Around the pass of calls that have waited: this rank's of a step, or a single one."""
+        """Surround the pass of calls that have waited: this rank's of a step, or a single one."""
         self._step = tuple(calls)
         try:
             yield
@@ -429,7 +432,7 @@ class ShardedTransformer:
                 )
 
     def _parts_of(self, arguments: dict[str, Any]) -> Branches:
-        """What computes the samples of a batch: the branches' parts of the mesh, or all of it."""
+        """Return what computes a batch's samples: the branches' parts of the mesh, or all of it."""
         name, degree = type(self.transformer).__name__, self._branches.degree
         parts = self._branches.of_batch(name, arguments, self._plan, self.mesh)
         if parts is not self._branches and self._calls is not None and not self._calls.is_called:
@@ -665,35 +668,25 @@ class ShardedTransformer:
         join = partial(self._active(module).join, token_dim=token_dim, last=last)
         return join(x) if self._graphs is None else self._graphs.outside(join, x)
 
-    @disable_in_compile("arguments are joined over the ranks")
-    def _join_inputs(
+    @disable_in_compile("arguments are joined or counted over the ranks")
+    def _change_inputs(
         self,
-        entries: Mapping[str, TokenDim],
+        change: Callable[..., Any],
+        entries: Mapping[str, Any],
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Arguments | None:
+        """Give a module what ``change`` makes of the arguments that a plan has entries for."""
         if self._is_apart():
             return None
         arguments = bind(module, args, kwargs)
-        for name, token_dim in entries.items():
-            arguments[name] = self._join_one(module, arguments[name], token_dim, False)
+        for name, entry in entries.items():
+            arguments[name] = change(module, arguments[name], entry)
         return _as_given(module, args, arguments)
 
-    @disable_in_compile("tokens are counted")
-    def _count_last(
-        self,
-        counts: Mapping[str, Kind],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Arguments | None:
-        if self._is_apart():
-            return None
-        arguments, state = bind(module, args, kwargs), self._active(module)
-        for name, kind in counts.items():
-            arguments[name] = state.count_last(arguments[name], kind)
-        return _as_given(module, args, arguments)
+    def _count_last(self, module: nn.Module, value: Any, kind: Kind) -> Any:
+        return self._active(module).count_last(value, kind)
 
 
 def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> list[ShardedTransformer]:
@@ -714,7 +707,7 @@ def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> list[Sharded
 
 
 def _plain(value: Any) -> str:
-    """Which plain values an argument has."""
+    """Return the plain values of an argument as text."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
     return str(value) if isinstance(value, (bool, int, float, str, type(None))) else ""

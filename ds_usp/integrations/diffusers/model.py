@@ -125,7 +125,7 @@ def enable(
 
 
 class EnabledTransformer(AbstractContextManager["EnabledTransformer"]):
-    """What :func:`enable` has changed; as a context manager it is disabled at the end.
+    """Holds what :func:`enable` has changed; as a context manager it is disabled at the end.
 
     Attributes:
         model: the transformer, or the pipeline, that was given to :func:`enable`.

@@ -70,7 +70,7 @@ def mesh_attention(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What attention of tokens in one order takes, known before a block runs.
+    """Describes attention of tokens in one order, as known before a block runs.
 
     Plain values: those that ``torch.compile`` reads are constants of its graph, which it compiles
     again when they change. So it reads no number of tokens but in ``seq_lens``.
@@ -95,7 +95,7 @@ class AttentionCall:
 
 
 class PassState:
-    """What one forward pass knows of its tokens, and its recomputation later.
+    """Holds what one forward pass, and its recomputation later, know of its tokens.
 
     Args:
         attentions: the tokens of each.

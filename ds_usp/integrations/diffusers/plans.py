@@ -58,7 +58,7 @@ Dims = TokenDim | tuple["Dims", ...] | None
 # that are computed as if they were all tokens may look right.
 @dataclass(frozen=True)
 class Plan:
-    """Where a class of transformers has its tokens: what is sharded, attends, and is joined.
+    """Says where a class of transformers has its tokens: what is sharded, attends, and is joined.
 
     Modules are named by their path in the transformer, "" is itself, ``*`` every child and ``-1``
     the last one. A module that is None there (as an optional one) is left out.

@@ -31,7 +31,7 @@ _ADAPTED = frozenset({"FluxIPAdapterAttnProcessor"})
 
 
 class HoldsState(Protocol):
-    """Whose forward passes attention belongs to."""
+    """Has the state of the forward pass that attention belongs to."""
 
     state: PassState | None
 
@@ -234,7 +234,7 @@ def check_backend(name: str, backend: object, advice: str = "") -> None:
 
 
 class AttentionMode(TorchFunctionMode):
-    """Within it torch's ``scaled_dot_product_attention`` is attention over the mesh."""
+    """Makes torch's ``scaled_dot_product_attention`` attention over the mesh."""
 
     def __init__(self, attention: MeshAttention) -> None:
         super().__init__()

@@ -270,7 +270,8 @@ class _View(_Later):
 
 
 def _known(value: Any) -> Any:
-    """With tensors for outputs; a list that has none is itself, as what is called may write it."""
+    """Return ``value`` with tensors for outputs, and a list that has none as it is, since what is
+    called may write into it."""
     if isinstance(value, _Later):
         return value.known()
     if isinstance(value, dict):
@@ -372,7 +373,7 @@ class _Tiles:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What a call will return.
+        """Note a call and return what it will return.
 
         Args:
             takes: those of its arguments that nothing else needs then.
