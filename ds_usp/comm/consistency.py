@@ -94,8 +94,9 @@ class SharedNumbers:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.is_on_gpu, names, parts = False, list[str](), list[torch.Tensor]()
-        self._ends = [0]
+        names: list[str] = []
+        parts: list[torch.Tensor] = []
+        self._ends, self.is_on_gpu = [0], False
         for name, x in tensors.items():
             names.append(_name_of(name, x.dtype, x.shape))
             is_known = type(x) in _PLAIN_TENSORS and not x.is_meta
@@ -109,6 +110,7 @@ class SharedNumbers:
         self._bits = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
         self._stream: tuple[int, int, int] | None = None
         self._arrival: torch.cuda.Event | None = None
+        self._host: memoryview | None = None
         if self.is_on_gpu:  # as torch.cuda.current_stream() does, which takes a few times as long
             self._stream = torch._C._cuda_getCurrentStream(self._bits.get_device())
 
@@ -121,17 +123,17 @@ class SharedNumbers:
             stream = torch.cuda.Stream(**dict(zip(names, key, strict=True))) if key else None
             with torch.cuda.stream(stream):
                 bits = torch.cat([x._bits for x in of_stream]).to("cpu", non_blocking=True)
-                arrival = stream.record_event() if stream else None
+                of_stream[0]._arrival = stream.record_event() if stream else None  # read first
+            host = bits.numpy().data
             for x in of_stream:
-                x._bits, x._arrival = bits, arrival
-                x._ends = [start + end for end in x._ends]
-                start = x._ends[-1]
+                x._bits, x._host = bits, host[start : start + x._ends[-1]]
+                start += x._ends[-1]
 
     def parts(self) -> list[memoryview]:
         """The bits of each tensor, which are on the host or on their way there."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        data = self._bits.numpy().data
+        data = self._bits.numpy().data if self._host is None else self._host
         return [data[start:end] for start, end in pairwise(self._ends)]
 
     def fields(self) -> tuple[str, ...]:
@@ -651,7 +653,8 @@ class ConsistencyChecker:
 
     def _read_numbers(self, read_after: float) -> list[_Call]:
         """Take the calls whose numbers are part of the record of the comparison that begins."""
-        calls, before = list[_Call](), self.number + 1 - read_after
+        calls: list[_Call] = []
+        before = self.number + 1 - read_after
         leave = bool(self._unread) and self._unread[0].number <= before
         arrived = bool(self._arriving) and self._arriving[0][0].number <= before - read_after
         # A wait for the GPU ends the capture of a CUDA graph: read after it, on every rank.
