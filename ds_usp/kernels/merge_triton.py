@@ -221,5 +221,5 @@ def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
     launcher, slots = (
         (_LAUNCH_SUM_OF_FEW, 2) if len(partials) <= 2 else (_LAUNCH_SUM, _MAX_PARTIALS)
     )
-    operands = (out, *partials, *partials[:1] * (slots - len(partials)))
+    operands = (out, *partials, *[partials[0]] * (slots - len(partials)))
     launcher.launch_alike(operands, len(partials), _arguments)
