@@ -232,19 +232,17 @@ class ShardedTransformer:
 
     def _register_inside(self) -> Iterator[RemovableHandle]:
         plan, transformer = self._plan, self.transformer
-        join = partial(self._join_one, last=False)
+        before: list[tuple[str, Callable[[PassState, dict[str, Any]], None]]] = []
         # Of a module's inputs those that are added last run first: masks need the shards' lengths.
-        before: list[tuple[str, Callable[..., Arguments | None]]] = [
-            (path, partial(self._change_inputs, change, entries))
-            for change, by_path in ((self._count_last, plan.counts), (join, plan.whole_inputs))
-            for path, entries in by_path.items()
-        ]
+        before += [(p, partial(_count_last, counts)) for p, counts in plan.counts.items()]
+        before += [(p, partial(self._join_inputs, dims)) for p, dims in plan.whole_inputs.items()]
         for path, argument in plan.masks.items():
             before.append((path, partial(self._take_mask, argument, plan.order_of_mask(path))))
         for path, entries in plan.inputs.items():
             if path:
                 before.append((path, partial(self._shard_inputs, entries, path == plan.joined)))
-        for path, hook in before:
+        for path, change in before:
+            hook = partial(self._change_inputs, change)
             for module in modules_at(transformer, path):
                 yield module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         for path, outputs in plan.outputs.items():
@@ -336,7 +334,8 @@ class ShardedTransformer:
         if torch.is_grad_enabled() or self.transformer.training:
             self._wrap_checkpoints(self.state)
             self._hook_dropouts()
-        return _sharded(self.state, given, self._plan.inputs.get("", {}))
+        _shard_named(self.state, given, self._plan.inputs.get("", {}))
+        return given
 
     @contextmanager
     def _declared_to_ranks(self) -> Iterator[None]:
@@ -404,7 +403,7 @@ class ShardedTransformer:
 
     @contextmanager
     def _run(self, calls: Sequence[WaitingCall]) -> Iterator[None]:
-        """Surround the pass of calls that have waited: this rank's of a step, or a single one."""
+        """Run the body as the pass of calls that have waited: of a step, or a single one."""
         self._step = tuple(calls)
         try:
             yield
@@ -555,21 +554,27 @@ class ShardedTransformer:
         all of it: Z-Image's ControlNet has the transformer's refiner."""
         return self.state is None and not torch.is_grad_enabled()
 
-    @disable_in_compile("tokens are counted and sharded")
-    def _shard_inputs(
+    @disable_in_compile("a module's arguments are counted, sharded or joined")
+    def _change_inputs(
         self,
-        entries: Mapping[str, Dims],
-        again: bool,
+        change: Callable[[PassState, dict[str, Any]], None],
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Arguments | None:
         if self._is_apart():
             return None
-        state, arguments = self._active(module), bind(module, args, kwargs)
+        arguments = bind(module, args, kwargs)
+        change(self._active(module), arguments)
+        # By position again where they were: a forward that was replaced may have other names.
+        names = parameters_of(module)[: len(args)]
+        return tuple(arguments.pop(name) for name in names), arguments
+
+    def _shard_inputs(
+        self, entries: Mapping[str, Dims], again: bool, state: PassState, arguments: dict[str, Any]
+    ) -> None:
         if state.gathers or not again:
-            arguments = _sharded(state, arguments, entries)
-        return _as_given(module, args, arguments)
+            _shard_named(state, arguments, entries)
 
     @disable_in_compile("tokens are counted and sharded")
     def _shard_outputs(
@@ -577,12 +582,7 @@ class ShardedTransformer:
     ) -> Any:
         if self._is_apart():
             return out
-        state = self._active(module)
-        if isinstance(out, Tensor):
-            return _shard_value(state, out, entries[0])
-        return type(out)(
-            _shard_value(state, x, token_dim) for x, token_dim in zip(out, entries, strict=True)
-        )
+        return _each(partial(_shard_value, self._active(module)), out, entries)
 
     # Note [noise inside of blocks]
     # Blocks have whole tensors beside shards: the conditioning that scales them, text that is
@@ -624,30 +624,21 @@ class ShardedTransformer:
     def _after_dropout(self, *_: Any) -> None:
         self._noise.end()
 
-    @disable_in_compile("padding is counted")
     def _take_mask(
-        self,
-        argument: str,
-        order: tuple[Kind, ...],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Arguments | None:
-        if self._is_apart():
-            return None
-        arguments = bind(module, args, kwargs)
-        if arguments.get(argument) is not None:
-            if self._graphs is not None and not torch.is_grad_enabled():
-                raise UnsupportedAttentionError(
-                    f"{type(self.transformer).__name__} with cuda_graphs=True was given a mask of "
-                    "text, whose padding is counted on the host: leave the mask out where no text "
-                    "is padded, or use cuda_graphs=False"
-                )
-            state, mask = self._active(module), arguments[argument]
-            state.read_mask(mask, order, self._plan.added_products)
-            needed = self._plan.needs_mask
-            arguments[argument] = state.mask_without_values(mask, order) if needed else None
-        return _as_given(module, args, arguments)
+        self, argument: str, order: tuple[Kind, ...], state: PassState, arguments: dict[str, Any]
+    ) -> None:
+        mask = arguments.get(argument)
+        if mask is None:
+            return
+        if self._graphs is not None and not torch.is_grad_enabled():
+            raise UnsupportedAttentionError(
+                f"{type(self.transformer).__name__} with cuda_graphs=True was given a mask of "
+                "text, whose padding is counted on the host: leave the mask out where no text "
+                "is padded, or use cuda_graphs=False"
+            )
+        state.read_mask(mask, order, self._plan.added_products)
+        needed = self._plan.needs_mask
+        arguments[argument] = state.mask_without_values(mask, order) if needed else None
 
     @disable_in_compile("outputs are joined over the ranks")
     def _join(
@@ -655,38 +646,26 @@ class ShardedTransformer:
     ) -> Any:
         if self._is_apart() or not (last or self._active(module).gathers):
             return out
-        if not isinstance(out, Tensor):
-            outputs = zip(out, dims, strict=True)
-            return type(out)(self._join_one(module, x, token_dim, last) for x, token_dim in outputs)
-        return self._join_one(module, out, dims[0], last)
+        return _each(partial(self._join_one, self._active(module), last), out, dims)
 
     def _join_one(
-        self, module: nn.Module, x: Tensor | None, token_dim: TokenDim | None, last: bool
+        self, state: PassState, last: bool, x: Tensor | None, token_dim: TokenDim | None
     ) -> Tensor | None:
         if x is None or token_dim is None:
             return x
-        join = partial(self._active(module).join, token_dim=token_dim, last=last)
+        join = partial(state.join, token_dim=token_dim, last=last)
         return join(x) if self._graphs is None else self._graphs.outside(join, x)
 
-    @disable_in_compile("arguments are joined or counted over the ranks")
-    def _change_inputs(
-        self,
-        change: Callable[..., Any],
-        entries: Mapping[str, Any],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Arguments | None:
-        """Give a module what ``change`` makes of the arguments that a plan has entries for."""
-        if self._is_apart():
-            return None
-        arguments = bind(module, args, kwargs)
-        for name, entry in entries.items():
-            arguments[name] = change(module, arguments[name], entry)
-        return _as_given(module, args, arguments)
+    def _join_inputs(
+        self, entries: Mapping[str, TokenDim], state: PassState, arguments: dict[str, Any]
+    ) -> None:
+        for name, token_dim in entries.items():
+            arguments[name] = self._join_one(state, False, arguments[name], token_dim)
 
-    def _count_last(self, module: nn.Module, value: Any, kind: Kind) -> Any:
-        return self._active(module).count_last(value, kind)
+
+def _count_last(counts: Mapping[str, Kind], state: PassState, arguments: dict[str, Any]) -> None:
+    for name, kind in counts.items():
+        arguments[name] = state.count_last(arguments[name], kind)
 
 
 def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> list[ShardedTransformer]:
@@ -707,7 +686,7 @@ def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> list[Sharded
 
 
 def _plain(value: Any) -> str:
-    """Return the plain values of an argument as text."""
+    """Return the plain values of an argument."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
     return str(value) if isinstance(value, (bool, int, float, str, type(None))) else ""
@@ -728,21 +707,17 @@ def _is_running(transformer: nn.Module) -> bool:
     return False
 
 
-def _sharded(
-    state: PassState, arguments: dict[str, Any], entries: Mapping[str, Dims]
-) -> dict[str, Any]:
+def _shard_named(state: PassState, arguments: dict[str, Any], entries: Mapping[str, Dims]) -> None:
     for named, token_dim in entries.items():
         name = named or next(iter(arguments))
         if name in arguments:
             arguments[name] = _shard_value(state, arguments[name], token_dim, argument=True)
-    return arguments
 
 
-def _as_given(module: nn.Module, args: Sequence[Any], arguments: dict[str, Any]) -> Arguments:
-    """Arguments by position again where they were: a ``forward`` that was replaced may have other
-    names for them than the class."""
-    names = parameters_of(module)[: len(args)]
-    return tuple(arguments.pop(name) for name in names), arguments
+def _each(change: Callable[[Any, Any], Any], out: Any, dims: Sequence[Dims]) -> Any:
+    if isinstance(out, Tensor):
+        return change(out, dims[0])
+    return type(out)(change(x, token_dim) for x, token_dim in zip(out, dims, strict=True))
 
 
 def _shard_value(state: PassState, value: Any, dims: Dims, *, argument: bool = False) -> Any:

@@ -70,7 +70,7 @@ def mesh_attention(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Describes attention of tokens in one order, as known before a block runs.
+    """Arguments of attention of tokens in one order, known before a block runs.
 
     Plain values: those that ``torch.compile`` reads are constants of its graph, which it compiles
     again when they change. So it reads no number of tokens but in ``seq_lens``.
@@ -95,7 +95,7 @@ class AttentionCall:
 
 
 class PassState:
-    """Holds what one forward pass, and its recomputation later, know of its tokens.
+    """Holds the tokens of one forward pass, and of its recomputation later.
 
     Args:
         attentions: the tokens of each.
@@ -159,11 +159,9 @@ class PassState:
                 f"{self._name}, {kind}: {length} tokens for {ranks} ranks, each of which needs at "
                 "least one. Use smaller degrees, or cfg_degree=2 where guidance is on"
             )
-        layout: TokenLayout
+        layout = self._mesh.layout(LAYOUT, before or length)
         if before:
-            layout = ContinuedLayout.after(self._mesh.layout(LAYOUT, before), length)
-        else:
-            layout = self._mesh.layout(LAYOUT, length)
+            layout = ContinuedLayout.after(layout, length)
         self._layouts[kind] = layout
         return layout
 
@@ -499,12 +497,13 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, Any]) -> None:
     """UnsupportedAttentionError for arguments that the plan does not know."""
     known = plan.arguments | {"return_dict"}
+    has_adapter = getattr(transformer, "encoder_hid_proj", None) is not None
     for name, value in arguments.items():
         if name in ATTENTION_KWARGS:
             for key, inner in (value or {}).items():
                 if key == _LORA_SCALE:
                     _check_lora_scale(transformer, inner)
-                elif _is_given(inner) and not (key in plan.adapters and _has_adapter(transformer)):
+                elif _is_given(inner) and not (key in plan.adapters and has_adapter):
                     raise _refusal(transformer, key, f" in {name}")
         elif name not in known and _is_given(value):
             raise _refusal(transformer, name)
@@ -526,10 +525,6 @@ def _check_lora_scale(transformer: nn.Module, scale: Any) -> None:
             "diffusers resets the scale before backward computes the blocks again, and gradients "
             "would be wrong. Put the scale into lora_alpha, or disable_gradient_checkpointing()"
         )
-
-
-def _has_adapter(transformer: nn.Module) -> bool:
-    return getattr(transformer, "encoder_hid_proj", None) is not None
 
 
 def is_adapter(module: nn.Module) -> bool:

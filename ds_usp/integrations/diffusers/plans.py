@@ -58,7 +58,7 @@ Dims = TokenDim | tuple["Dims", ...] | None
 # that are computed as if they were all tokens may look right.
 @dataclass(frozen=True)
 class Plan:
-    """Says where a class of transformers has its tokens: what is sharded, attends, and is joined.
+    """The places where a class of transformers has tokens: what is sharded, attends, is joined.
 
     Modules are named by their path in the transformer, "" is itself, ``*`` every child and ``-1``
     the last one. A module that is None there (as an optional one) is left out.
@@ -276,6 +276,14 @@ _FIRST_BLOCK, _LAST_BLOCK = "transformer_blocks.0", "transformer_blocks.-1"
 _USUAL = "hidden_states", "encoder_hidden_states", "timestep"
 _KANDINSKY = "visual_transformer_blocks.*"
 
+
+def _with_audio(image: str, audio: str, to_image: str, to_audio: str) -> dict[str, Any]:
+    """Return the attention of image and of audio, each to itself and to the other's keys."""
+    of_image = dict.fromkeys((image, to_image), ("image",))
+    of_audio = dict.fromkeys((audio, to_audio), ("audio",))
+    return {"attention": of_image | of_audio, "keys": {to_image: "audio", to_audio: "image"}}
+
+
 _FLUX = Plan(
     inputs={"": {**_JOINT, "img_ids": TokenDim("image", -2), "txt_ids": TokenDim("text", -2)}},
     attention={f"{_BLOCKS}.attn": ("text", "image"), f"{_SINGLE_BLOCKS}.attn": ("text", "image")},
@@ -305,15 +313,12 @@ _HUNYUAN = Plan(
     attention={f"{_BLOCKS}.attn": ("image", "text"), f"{_SINGLE_BLOCKS}.attn": ("image", "text")},
     masks={_BLOCKS: "attention_mask", _SINGLE_BLOCKS: "attention_mask"},
     local=("context_embedder.token_refiner.refiner_blocks.*.attn",),
-    whole=(
-        *("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"),
-        *("pooled_projections", "guidance"),
-    ),
+    whole=(*_USUAL, "encoder_attention_mask", "pooled_projections", "guidance"),
     shared_by_branches="hidden_states",
 )
-_HUNYUAN_TWO_TEXTS = (
-    *("hidden_states", "timestep", "timestep_r", "encoder_hidden_states"),
-    *("encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2"),
+_TWO_TEXTS = (
+    *(*_USUAL, "timestep_r", "encoder_attention_mask"),
+    *("encoder_hidden_states_2", "encoder_attention_mask_2"),
 )
 PLANS: Mapping[str, Plan] = MappingProxyType(
     {
@@ -324,22 +329,20 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "Flux2Transformer2DModel": replace(_FLUX, whole=("timestep", "guidance")),
         "WanTransformer3DModel": _WAN,
-        "WanVACETransformer3DModel": Plan(
+        "WanVACETransformer3DModel": replace(
+            _WAN,
             inputs={
                 "vace_blocks.*": {"hidden_states": _IMAGE},
                 "vace_blocks.0": {"control_hidden_states": _IMAGE},
                 "blocks.0": {"hidden_states": _IMAGE},
             },
-            outputs={"rope": (_IMAGE, _IMAGE)},
             attention={"vace_blocks.*.attn1": ("image",), "blocks.*.attn1": ("image",)},
             local=("vace_blocks.*.attn2", "blocks.*.attn2"),
             whole=(
-                *("hidden_states", "timestep", "encoder_hidden_states"),
-                *("encoder_hidden_states_image", "control_hidden_states"),
+                *(*_WAN.whole, "timestep", "control_hidden_states"),
                 "control_hidden_states_scale",
             ),
             unbatched=("control_hidden_states_scale",),
-            shared_by_branches="hidden_states",
         ),
         "QwenImageTransformer2DModel": Plan(
             inputs={
@@ -375,17 +378,14 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         "CogVideoXTransformer3DModel": Plan(
             inputs={"": {"image_rotary_emb": TokenDim("image", 0)}, _FIRST_BLOCK: _JOINT},
             attention={f"{_BLOCKS}.attn1": ("text", "image")},
-            whole=("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs"),
+            whole=(*_USUAL, "timestep_cond", "ofs"),
             unbatched=("image_rotary_emb", "ofs"),
         ),
         "SD3Transformer2DModel": Plan(
             inputs={"": {"block_controlnet_hidden_states": _IMAGE}},
             outputs={"pos_embed": (_IMAGE,), "context_embedder": (_TEXT,)},
             attention={f"{_BLOCKS}.attn": ("image", "text"), f"{_BLOCKS}.attn2": ("image",)},
-            whole=(
-                *("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"),
-                "skip_layers",
-            ),
+            whole=(*_USUAL, "pooled_projections", "skip_layers"),
             unbatched=("skip_layers",),
         ),
         "PixArtTransformer2DModel": Plan(
@@ -393,10 +393,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             outputs={"pos_embed": (_IMAGE,)},
             attention={f"{_BLOCKS}.attn1": ("image",)},
             local=(f"{_BLOCKS}.attn2",),
-            whole=(
-                *("hidden_states", "encoder_hidden_states", "timestep", "added_cond_kwargs"),
-                "encoder_attention_mask",
-            ),
+            whole=(*_USUAL, "added_cond_kwargs", "encoder_attention_mask"),
         ),
         "ChromaTransformer2DModel": replace(
             _FLUX_CONTROLLED,
@@ -425,17 +422,12 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 *("early_stream_modulations", "single_stream_modulations"),
             ),
         ),
-        "HunyuanImageTransformer2DModel": replace(
-            _HUNYUAN, whole=(*_HUNYUAN_TWO_TEXTS, "guidance")
-        ),
+        "HunyuanImageTransformer2DModel": replace(_HUNYUAN, whole=(*_TWO_TEXTS, "guidance")),
         "CogView4Transformer2DModel": Plan(
             inputs={},
             outputs={"rope": _IMAGE_ROWS, "patch_embed": (_IMAGE, _TEXT)},
             attention={f"{_BLOCKS}.attn1": ("text", "image")},
-            whole=(
-                *("hidden_states", "encoder_hidden_states", "timestep"),
-                *("original_size", "target_size", "crop_coords"),
-            ),
+            whole=(*_USUAL, "original_size", "target_size", "crop_coords"),
             shared_by_branches="hidden_states",
         ),
         "CosmosTransformer3DModel": Plan(
@@ -449,10 +441,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             outputs={"rope": _IMAGE_ROWS, "learnable_pos_embed": (_IMAGE,)},
             attention={f"{_BLOCKS}.attn1": ("image",)},
             local=(f"{_BLOCKS}.attn2",),
-            whole=(
-                *("hidden_states", "timestep", "encoder_hidden_states", "attention_mask"),
-                *("fps", "condition_mask", "padding_mask"),
-            ),
+            whole=(*_USUAL, "attention_mask", "fps", "condition_mask", "padding_mask"),
             shared_by_branches="hidden_states",
         ),
         "SkyReelsV2Transformer3DModel": replace(
@@ -475,7 +464,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 "joint_transformer_blocks.*.attn": ("text", "image"),
                 f"{_SINGLE_BLOCKS}.attn": ("text", "image"),
             },
-            whole=("hidden_states", "encoder_hidden_states", "timestep"),
+            whole=_USUAL,
         ),
         "LongCatImageTransformer2DModel": replace(_FLUX, whole=("timestep", "guidance")),
         "OvisImageTransformer2DModel": replace(_FLUX, whole=("timestep",)),
@@ -509,7 +498,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             attention={"noise_refiner.*.attn": ("image",), "layers.*.attn": ("joint",)},
             local=("context_refiner.*.attn",),
             masks={"layers.*": "attention_mask"},
-            whole=("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"),
+            whole=(*_USUAL, "encoder_attention_mask"),
             gathered={"noise_refiner.-1": "image"},
             joined="norm_out",
             shared_by_branches="hidden_states",
@@ -530,16 +519,10 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 "audio_rope": (TokenDim("audio", -2),) * 2,
                 "cross_attn_audio_rope": (TokenDim("audio", -2),) * 2,
             },
-            attention={
-                f"{_BLOCKS}.attn1": ("image",),
-                f"{_BLOCKS}.audio_attn1": ("audio",),
-                f"{_BLOCKS}.audio_to_video_attn": ("image",),
-                f"{_BLOCKS}.video_to_audio_attn": ("audio",),
-            },
-            keys={
-                f"{_BLOCKS}.audio_to_video_attn": "audio",
-                f"{_BLOCKS}.video_to_audio_attn": "image",
-            },
+            **_with_audio(
+                *(f"{_BLOCKS}.{x}attn1" for x in ("", "audio_")),
+                *(f"{_BLOCKS}.{x}_attn" for x in ("audio_to_video", "video_to_audio")),
+            ),
             local=(f"{_BLOCKS}.attn2", f"{_BLOCKS}.audio_attn2"),
             whole=(
                 *("encoder_hidden_states", "audio_encoder_hidden_states", "encoder_attention_mask"),
@@ -561,7 +544,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             attention={f"{_BLOCKS}.attn": ("image", "text")},
             masks={_BLOCKS: "attention_mask"},
             needs_mask=True,
-            whole=(*_HUNYUAN_TWO_TEXTS, "image_embeds"),
+            whole=(*_TWO_TEXTS, "image_embeds"),
             zero_or_not=("image_embeds",),
         ),
         "Krea2Transformer2DModel": Plan(
@@ -618,16 +601,10 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 "visual_transformer_blocks.0": {"vis": _IMAGE, "aud": TokenDim("audio", 1)},
                 _KANDINSKY: {"vis_rope": _IMAGE_ROW, "aud_rope": TokenDim("audio", 0)},
             },
-            attention={
-                f"{_KANDINSKY}.video_dec_block.self_attention": ("image",),
-                f"{_KANDINSKY}.audio_dec_block.self_attention": ("audio",),
-                f"{_KANDINSKY}.va_cross_attention": ("image",),
-                f"{_KANDINSKY}.av_cross_attention": ("audio",),
-            },
-            keys={
-                f"{_KANDINSKY}.va_cross_attention": "audio",
-                f"{_KANDINSKY}.av_cross_attention": "image",
-            },
+            **_with_audio(
+                *(f"{_KANDINSKY}.{x}_dec_block.self_attention" for x in ("video", "audio")),
+                *(f"{_KANDINSKY}.{x}_cross_attention" for x in ("va", "av")),
+            ),
             local=(
                 *(f"{_KANDINSKY}.{x}_dec_block.cross_attention" for x in ("video", "audio")),
                 *(f"{x}_text_transformer_blocks.*.attn" for x in ("video", "audio")),
@@ -692,7 +669,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             local=("blocks.*.attn2",),
             counts={"blocks.*": {"original_context_length": "joint"}},
             whole=(
-                *("hidden_states", "timestep", "encoder_hidden_states", "indices_hidden_states"),
+                *(*_USUAL, "indices_hidden_states"),
                 *(f"indices_latents_history_{x}" for x in ("short", "mid", "long")),
                 *(f"latents_history_{x}" for x in ("short", "mid", "long")),
             ),
