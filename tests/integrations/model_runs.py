@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from harness import RankContext
 from tiny_models import VOCAB, build
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 import ds_usp
 from ds_usp.integrations.transformers import enable
@@ -38,8 +41,13 @@ class Result:
     logits: Tensor
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
-    def error(self, reference: Result) -> float:
-        """The largest relative error of loss, logits and the gradient of any parameter."""
+    def error(self, *references: Result) -> float:
+        """The largest relative error of loss, logits and the gradient of any parameter. Of several
+        references the nearest one counts, for each of these by itself."""
+        by_reference = [self._errors(reference) for reference in references]
+        return max(min(same) for same in zip(*by_reference, strict=True))
+
+    def _errors(self, reference: Result) -> list[float]:
         errors = [relative(self.loss, reference.loss), relative(self.logits, reference.logits)]
         scale = float(torch.stack([g.norm() for g in reference.gradients.values()]).norm())
         errors.append(0.0 if scale else 1.0)
@@ -47,7 +55,7 @@ class Result:
             have = self.gradients[name]
             norm = max(float(want.norm()), SMALL * scale, 1e-30)
             errors.append(float((have - want).norm()) / norm)
-        return max(e if e == e else float("inf") for e in errors)
+        return [e if e == e else float("inf") for e in errors]
 
 
 def relative(have: Tensor, want: Tensor) -> float:
@@ -146,6 +154,30 @@ def reference(model: Any, batch: Mapping[str, Tensor]) -> Result:
     """What the mesh has to give: the model's own loss for plain rows, else documents alone."""
     plain = set(batch) == {"input_ids", "labels"}
     return (whole_model if plain else documents_alone)(model, batch)
+
+
+class _InDouble(TorchFunctionMode):
+    """Computes in fp64 what a model asks for in fp32 by name."""
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, given)
+        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
+
+
+def reference_in_double(model: Any, batch: Mapping[str, Tensor]) -> Result:
+    """The reference, and all that it is computed from, in fp64."""
+    model = copy.deepcopy(model).double()
+    model.set_experts_implementation("eager")  # others have no fp64
+    with _InDouble():
+        return reference(model, batch)
+
+
+def judged(have: Result, want: Result, model: Any, batch: Mapping[str, Tensor]) -> float:
+    """The error of a batch on the mesh. What is more than the bound off one process in fp32 must be
+    within it of one process in fp64: the bound stays, and is that of the result which is right."""
+    error = have.error(want)
+    return error if error <= BOUND else have.error(want, reference_in_double(model, batch))
 
 
 def on_the_mesh(model: Any, mesh: ds_usp.SequenceMesh, batch: Mapping[str, Tensor]) -> Result:

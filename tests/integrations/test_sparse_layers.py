@@ -1,6 +1,7 @@
 """Attention whose indexer picks the keys: exact with gathered keys, on any layout and batch, and
 what is planted is seen."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,11 +21,13 @@ from harness import RankContext
 from hf_trainer_runs import Split
 from model_runs import (
     BOUND,
+    judged,
     on_the_mesh,
     packed_batch,
     padded_batch,
     plain_batch,
     reference,
+    reference_in_double,
     take_gradients,
     whole_model,
 )
@@ -75,6 +78,7 @@ def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
     """Errors by layout, mesh, attention, chunks and batch; each rank has the reference of some
     batches."""
     model, errors = sparse_model(model_type), {}
+    alone = copy.deepcopy(model)
     names = [x for x in BATCHES if x != ("left" if model_type in COMPARING else "left, counted")]
     share = [name for i, name in enumerate(names) if i % ctx.world == ctx.rank]
     want = {name: reference(model, BATCHES[name]()) for name in share}
@@ -91,7 +95,7 @@ def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
                 have = on_the_mesh(model, mesh, BATCHES[name]())
                 if name in want:
                     key = f"{layout}, ulysses {ulysses}, {implementation}, {chunks}, {name}"
-                    errors[key] = have.error(want[name])
+                    errors[key] = judged(have, want[name], alone, BATCHES[name]())
     return errors
 
 
@@ -106,6 +110,7 @@ def of_batches(ctx: RankContext, model_type: str) -> dict[str, float]:
         ("glm5_next", 4),
         ("hy_v4", 4),
         ("mistral_large4", 4),
+        pytest.param("qwen4_exp", 3, marks=pytest.mark.slow),
         pytest.param("deepseek_v32", 3, marks=pytest.mark.slow),
         pytest.param("axk2", 3, marks=pytest.mark.slow),
         pytest.param("hy_v4", 3, marks=pytest.mark.slow),
@@ -337,12 +342,12 @@ def errors_of_counted(ctx: RankContext) -> dict[str, list[float]]:
     found = {}
     for model_type, faults in COUNTED_FAULTS.items():
         model, batch = sparse_model(model_type), packed_batch((9, 21))
-        want = reference(model, batch)
+        want = reference(model, batch), reference_in_double(model, batch)  # as `judged` has them
         with enable(model, mesh_of(1), logits="whole"):
-            found[model_type] = [on_the_mesh(model, mesh_of(1), batch).error(want)]
+            found[model_type] = [on_the_mesh(model, mesh_of(1), batch).error(*want)]
             for fault in faults:
                 with mock.patch.object(*fault):
-                    error = on_the_mesh(model, mesh_of(1), batch).error(want)
+                    error = on_the_mesh(model, mesh_of(1), batch).error(*want)
                     found[model_type].append(error)
     return found
 
@@ -354,11 +359,11 @@ def test_wrong_counts_of_documents_are_seen(pool):
 
 def errors_of_planted(ctx: RankContext) -> list[float]:
     model, batch, errors = build("glm_moe_dsa"), plain_batch(), []
-    want = reference(model, batch)
+    want = reference(model, batch), reference_in_double(model, batch)
     with enable(model, mesh_of(1), logits="whole", query_chunks=2):
         for fault in FAULTS:
             with planted(fault):
-                errors.append(on_the_mesh(model, mesh_of(1), batch).error(want))
+                errors.append(on_the_mesh(model, mesh_of(1), batch).error(*want))
     return errors
 
 

@@ -66,8 +66,8 @@ SPARSE_KINDS: Final = frozenset({"minimax_m3_sparse"})
 
 
 def sparse_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The layers of the text model that attend to what an indexer has picked, their own or that of
-    a layer before."""
+    """Return the layers of the text model that attend to what an indexer has picked, their own or
+    that of a layer before."""
     if Version(transformers.__version__) < Version(_OLDEST):
         return iter(())
     return (module for module in text_modules(model) if _is_sparse(module))
@@ -86,12 +86,12 @@ def _is_any(kind: Any, names: frozenset[str]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _names_of(kind: Any) -> frozenset[str]:
-    """The names of a class and its bases that are transformers' own."""
+    """Return the names of a class and its bases that are transformers' own."""
     return frozenset(base.__name__ for base in kind.__mro__ if is_of_transformers(base))
 
 
 def reason_against_layer(layer: nn.Module) -> str:
-    """Why a sparse layer cannot run on gathered keys; nothing if it can."""
+    """Return why a sparse layer cannot run on gathered keys; an empty text if it can."""
     kind = type(layer)
     forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
     replaced = forward is not None and getattr(forward, "__func__", None) is not kind.forward
@@ -145,8 +145,8 @@ class SparseLayers:
         self._compares = any(_is_any(type(x), _COMPARES) for x in self.layers)
 
     def check(self, batch: WholeArguments) -> None:
-        """DataError for documents whose positions are not the counts of their tokens, with which
-        some layers compare them."""
+        """Raise DataError for documents whose positions are not the counts of their tokens, with
+        which some layers compare them."""
         if not self._compares:
             return
         positions = batch.arguments.get("position_ids")
@@ -255,8 +255,8 @@ def _run_layer(
 
 
 def _check_layer(layer: nn.Module, usp: Shard) -> bool:
-    """Return whether a layer reads the keys of one before it; UnsupportedAttentionError for what
-    would be other numbers than those of one process."""
+    """Return whether a layer reads the keys of one before it; raises UnsupportedAttentionError for
+    what would be other numbers than those of one process."""
     if getattr(layer, "store_full_length_kv", False) and not torch.is_grad_enabled():
         usp.shares_keys_without_graph = any(x.requires_grad for x in layer.parameters())
     reads_keys = getattr(layer, "is_kv_shared_layer", False)
@@ -359,6 +359,7 @@ def _counts(usp: Shard, chains: StateChains, device: torch.device) -> Tensor:
 
 
 def _check_keys(layer: nn.Module, keys: Keys, *, reads_keys: bool) -> None:
+    """Raise UnsupportedAttentionError where a layer has not gathered its keys or its indexer's."""
     picks = _indexer_of(layer) is not None
     if getattr(layer, "compressor", None) is not None:
         missing = len(keys.compressed) < 1 + picks
@@ -409,8 +410,8 @@ def seen_keys_in_document(
 
 
 def gather_tokens(x: Tensor, dim: int, *, mesh: SequenceMesh, layout: TokenLayout) -> Tensor:
-    """The tensor of all tokens, in the sequence's order, from each rank's shard; backward sums what
-    the ranks' gradients of a token are, on the rank that holds it. Collective over the mesh.
+    """Return the tensor of all tokens, in the sequence's order, from each rank's shard. Backward
+    sums the ranks' gradients of a token on the rank that holds it. Collective over the mesh.
 
     Shapes:
         x: ``layout.length(rank)`` along ``dim``, which is not dim 0; the result ``layout.seq_len``.
@@ -437,7 +438,7 @@ def gather_tokens(x: Tensor, dim: int, *, mesh: SequenceMesh, layout: TokenLayou
 # Each layer of each pass gathers by it: at a million tokens it takes longer to make than to use.
 @lru_cache(maxsize=4)
 def _sequence_order(layout: TokenLayout, device: torch.device) -> Tensor:
-    """Where each token of the sequence is among the ranks' shards, joined in their order."""
+    """Return where each token of the sequence is among the ranks' shards, joined in their order."""
     with torch.inference_mode(False):  # a later pass may have gradients
         ranks = range(layout.degree)
         return torch.cat([local_positions(layout, rank, device) for rank in ranks]).argsort()
