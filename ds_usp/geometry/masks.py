@@ -270,7 +270,7 @@ class MaskSpec:
 
     @classmethod
     def rectangles(cls, rectangles: Any, seq_len: int) -> MaskSpec:
-        """What the rectangles show, and nothing else.
+        """Return the mask that shows what the rectangles show, and nothing else.
 
         Args:
             rectangles: ``(q_start, q_stop, k_start, k_stop, kind)`` in tokens, for every sample; of
@@ -314,8 +314,8 @@ class MaskSpec:
 
     @property
     def band(self) -> MaskSpec:
-        """What kernels are asked for: the mask without its documents. Blocks are windows whose
-        left bound is a query's own token."""
+        """Return what kernels are asked for: the mask without its documents. Blocks are windows
+        whose left bound is a query's own token."""
         left = 0 if self.blocks and self.left is None else self.left
         return MaskSpec(left, self.right) if self.documents else self
 
@@ -361,7 +361,7 @@ class MaskSpec:
                 ancestor = parents[ancestor]
 
     def contexts(self, sample: int = 0) -> tuple[int, ...]:
-        """Of each document of a sample the tokens of all its ancestors."""
+        """Count for each document of a sample the tokens of all its ancestors."""
         borders = self.documents[sample]
         contexts: list[int] = []
         for parent in self.parents[sample] if self.parents else (-1,) * (len(borders) - 1):
@@ -542,7 +542,7 @@ def _join_only_children(borders: Borders, parents: Parents) -> tuple[Borders, Pa
 
 
 def _descendants(borders: Borders, parents: Parents) -> list[list[tuple[int, int]]]:
-    """Of each document the runs of tokens of all its descendants, ascending."""
+    """Return for each document the runs of tokens of all its descendants, ascending."""
     runs: list[list[tuple[int, int]]] = [[] for _ in parents]
     for index in range(len(parents) - 1, -1, -1):
         joined: list[tuple[int, int]] = []

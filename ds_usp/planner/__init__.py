@@ -1,4 +1,4 @@
-"""Which degrees, how fast, will it fit: cost formulas, before a GPU is used.
+"""Says which degrees, how fast, and whether it fits: cost formulas, before a GPU is used.
 
 Geometry and the standard library only; ``python -m ds_usp.planner`` is the command line.
 """

@@ -39,7 +39,7 @@ class Answer:
         lines: of the program that runs it; or why there are none.
     """
 
-    result: SearchResult
+    result: SearchResult  # of the request
     plan: Plan | None
     why: tuple[str, ...]
     twice: str = ""

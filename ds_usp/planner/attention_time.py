@@ -49,7 +49,7 @@ class SentBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """What one pass of a call spends on one rank, all its heads and ring steps together.
+    """Holds what one pass of a call spends on one rank, all its heads and ring steps together.
 
     Args:
         kernel: seconds of all kernel calls.
@@ -249,7 +249,7 @@ class AttentionImpl:
         merge_bytes_per_element: memory traffic of merging one partial output.
     """
 
-    name: str
+    name: str  # as users call it
     relayed_ring: bool
     chunks: bool
     merge_bytes_per_element: float
@@ -328,7 +328,7 @@ class SimulatedPass(NamedTuple):
         merge: seconds of merging partial outputs.
     """
 
-    timeline: Timeline
+    timeline: Timeline  # of the streams of one rank
     merge: float
 
 

@@ -18,7 +18,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen.
+    """Holds what was chosen.
 
     Args:
         ulysses: the degree; the ring takes the rest.

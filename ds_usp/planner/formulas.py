@@ -134,7 +134,7 @@ def stage_elements(work: Workload, config: ParallelConfig, stage: int) -> int:
 
 
 def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, float]:
-    """What one layer saves for backward, in elements per token: sharded by tp, and replicated.
+    """Count what one layer saves for backward, in elements per token: sharded by tp, replicated.
 
     ``none``: norm 1 in and out 2h, queries q, keys and values 2k, attention's output q, norm 2 in
     and out 2h, MLP 4f (fc1 2f, sigmoid branch f, product f; 3f where the activation is fused; 2f
@@ -183,8 +183,8 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
 
 
 def recurrent_elements(model: ModelShape, config: ParallelConfig) -> float:
-    """What a recurrent mixer saves, in elements per token: what its product and its convolution
-    make, its output before and after the norm; a delta rule its keys and queries for each head of
+    """Count what a recurrent mixer saves, in elements per token: what product and convolution make,
+    its output before and after the norm; a delta rule its keys and queries for each head of
     the values, and the inverse of its chunk. Where a state is carried on, a delta rule's kernels
     save no more; other recurrences what makes the states of pieces, their product and decays.
     Read off what flash-linear-attention's and mamba_ssm's functions save; not measured.
@@ -210,7 +210,7 @@ def statistics_bytes(model: ModelShape, config: ParallelConfig) -> float:
 
 
 class ChainTraffic(NamedTuple):
-    """What a layer's recurrent mixer exchanges in one direction, mean over ranks.
+    """Counts what a layer's recurrent mixer exchanges in one direction, mean over ranks.
 
     Attributes:
         states, halo: bytes that a rank sends.
@@ -377,7 +377,7 @@ class HiddenExchange:
 
 
 def exposed(seconds: float) -> HiddenExchange:
-    """Under nothing."""
+    """Return an exchange that nothing hides."""
     return HiddenExchange(seconds, seconds)
 
 

@@ -50,7 +50,7 @@ class Level:
         latency_s: of one exchange inside the domain.
     """
 
-    name: str
+    name: str  # as errors name it
     gpus: Gpus
     port_bytes_per_s: Positive
     uplink_bytes_per_s: NonNegative
@@ -79,7 +79,7 @@ class Cluster:
         origins: field -> (datasheet | measured | assumed | given, source).
     """
 
-    name: str
+    name: str  # of ``--cluster``
     peak_flop_per_s: Positive
     memory_bytes: Positive
     hbm_bytes_per_s: Positive

@@ -66,7 +66,7 @@ def max_lengths(
     workspace_bytes: float,
     framework: FrameworkCaps,
 ) -> list[MaxLength]:
-    """For each kind of recomputation, without and with offload, the degrees that go furthest.
+    """Find the degrees that go furthest, for each recomputation, without and with offload.
 
     Memory grows with the sequence, so a bisection finds the end.
 
@@ -137,15 +137,15 @@ def needs_at(model: ModelShape, end: MaxLength, seq_len: int, workspace_bytes: f
 
 
 class _Limits(NamedTuple):
-    """What a sequence must fit into.
+    """Holds what a sequence must fit into.
 
     Attributes:
         given: an MLP in chunks has as many as the length asks for, unless this has some already.
     """
 
-    cluster: Cluster
-    budget_bytes: float
-    workspace_bytes: float
+    cluster: Cluster  # whose nodes bound host memory
+    budget_bytes: float  # of a GPU
+    workspace_bytes: float  # of them, what no formula counts
     given: ParallelConfig
 
     def furthest(

@@ -81,7 +81,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ModelWideBytes:
-    """What every stage has in common, in bytes, whatever is offloaded."""
+    """Counts what every stage has in common, in bytes, whatever is offloaded."""
 
     per_layer: float
     layer_input: float
@@ -293,8 +293,8 @@ def states_bytes(elements: float, config: ParallelConfig) -> tuple[float, float,
 
 
 def logits_bytes(work: Workload, config: ParallelConfig) -> float:
-    """At the loss, tokens sharded by sp and the vocabulary by tp: the logits in bf16 and the loss's
-    copy in fp32, and the saved inputs of the last norm and the head.
+    """Count what the loss holds, tokens sharded by sp and the vocabulary by tp: logits in bf16, the
+    loss's copy in fp32, and the saved inputs of the last norm and the head.
 
     With the loss in chunks there are no logits, but the gradient of the head: in fp32, the same
     times the gradient of the loss, and that in bf16; the input of the last norm, its output's
@@ -471,7 +471,7 @@ def recurrent_peak(work: Workload, config: ParallelConfig) -> float:
 
 
 def _chunk_parts(work: Workload, config: ParallelConfig) -> list[tuple[float, float]]:
-    """Of the query heads and of the key/value heads (with copies) of all ranks, the fractions in
+    """Return the fractions of all ranks' query heads and of their key/value heads (with copies) in
     each head chunk, the largest first."""
     model = work.model
     split = HeadSplit(model.heads // config.tp, model.kv_heads // config.tp, config.ulysses)
@@ -582,5 +582,5 @@ def _matrices(work: Workload, config: ParallelConfig) -> Iterator[float]:
 
 
 def _table_elements(work: Workload, config: ParallelConfig) -> float:
-    """Of an embedding on one tensor-parallel rank."""
+    """Count the elements of an embedding on one tensor-parallel rank."""
     return work.model.padded_vocab(config.tp) * work.model.hidden / config.tp

@@ -36,8 +36,8 @@ class LayerMatrices(NamedTuple):
 
 @dataclass(frozen=True)
 class RecurrentMixer:
-    """What a layer has in the place of attention, or beside it, that carries a state from token to
-    token; or a causal convolution alone.
+    """Describes what a layer has in the place of attention, or beside it, that carries a state from
+    token to token; or a causal convolution alone.
 
     Args:
         into, out: features of the products into it and out of it.
@@ -288,7 +288,7 @@ def _mamba2(heads: int, dim: int, groups: int, state: int, norm: int = 1) -> Rec
 
 
 def _mamba1(inner: int, state: int, rank: int) -> RecurrentMixer:
-    """As Jamba has it: with norms of the step, of B and of C."""
+    """Return the mixer of Jamba: with norms of the step, of B and of C."""
     more, vectors = inner * (2 * rank + 2 * state), inner * (7 + state) + rank + 2 * state
     return RecurrentMixer(2 * inner, inner, inner, 4, inner, state, 1, "element", more, vectors)
 
@@ -549,8 +549,8 @@ def _shape(name: str, entry: Any, path: Path) -> ModelShape:
 
 
 def _with_experts(model: ModelShape, entry: Mapping[str, Any], path: Path) -> ModelShape:
-    """With the experts of its configuration in the place of the MLP, and with vectors that other
-    models have not."""
+    """Return the model with the experts of its configuration in the place of the MLP, and with
+    vectors that other models have not."""
     kind, hidden = entry.get("model_type"), model.hidden
     if kind in ("gemma2", "gemma3_text"):  # norms behind attention and MLP, too
         return replace(model, other_vectors=2 * hidden)
@@ -577,8 +577,8 @@ def _with_experts(model: ModelShape, entry: Mapping[str, Any], path: Path) -> Mo
 
 
 def _with_layer_types(model: ModelShape, entry: Mapping[str, Any], path: Path) -> ModelShape:
-    """With the windows of its layers: of all, or of those that ``layer_types`` names, or of the
-    pattern that is the default of its architecture."""
+    """Return the model with the windows of its layers: of all, or of those that ``layer_types``
+    names, or of the pattern that is the default of its architecture."""
     # Which layers have the window is not in every configuration file: transformers leaves out what
     # is its default. 2, 6 and 28 are the defaults of its classes.
     window = entry.get("sliding_window") or entry.get("window") or 0

@@ -141,7 +141,7 @@ class ParallelConfig:
     unsharded_grad_reduce: bool = False
 
     def of_attention(self) -> ParallelConfig:
-        """What the time of attention depends on, the rest at defaults."""
+        """Return what the time of attention depends on, the rest at defaults."""
         return ParallelConfig(
             tp=self.tp,
             ulysses=self.ulysses,
@@ -441,10 +441,10 @@ class FrameworkCaps:
         length_settings: names of those of ``LENGTH_SETTINGS`` that the search may switch on.
     """
 
-    name: str
+    name: str  # of ``--engine``
     zero: tuple[int, ...]
     zero_in_pipeline: tuple[int, ...]
-    recompute: tuple[str, ...]
+    recompute: tuple[str, ...]  # what it can compute again
     schedule: str
     interleaves: bool
     offloads: bool

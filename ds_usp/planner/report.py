@@ -1,4 +1,4 @@
-"""What the commands of the planner print: rows for programs, and tables of these rows for people.
+"""Prints for the planner's commands: rows for programs, and tables of these rows for people.
 
 A command makes a :class:`Result`; :meth:`Command.run` alone writes it, as JSON or as text. A table
 has no numbers of its own: its columns are formats of the rows that ``--json`` prints.
@@ -80,7 +80,7 @@ columns of the table:
 
 
 class Result(NamedTuple):
-    """What a command has found.
+    """Holds what a command has found.
 
     Attributes:
         content: what ``--json`` prints.

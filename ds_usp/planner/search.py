@@ -56,10 +56,10 @@ class Plan:
         over_budget_bytes: beyond the memory budget of a GPU; 0: it fits.
     """
 
-    config: ParallelConfig
+    config: ParallelConfig  # its degrees and settings
     memory: Memory
     time: StepTime
-    mfu: float
+    mfu: float  # fraction of the peak that the model's own FLOP have
     over_budget_bytes: float = 0.0
 
 
@@ -78,10 +78,10 @@ class SearchResult:
         fixed: axes that were not searched.
     """
 
-    cluster: Cluster
-    work: Workload
-    gpus: int
-    budget_bytes: float
+    cluster: Cluster  # of the request, as the next three
+    work: Workload  # the model and its batch
+    gpus: int  # in all
+    budget_bytes: float  # of a GPU
     framework: FrameworkCaps
     plans: list[Plan] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)

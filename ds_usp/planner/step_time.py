@@ -124,8 +124,8 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
 def _recurrence_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, *, backward: bool
 ) -> tuple[float, float]:
-    """Of a layer's recurrent mixer: its kernels, with the maps of pieces on the slowest rank,
-    backward 2.5 times as long, as flash kernels; its exchange, under which nothing runs."""
+    """Return seconds of a layer's recurrent mixer: its kernels, with the maps of pieces on the
+    slowest rank, backward 2.5 times as long, as flash kernels; its exchange, hidden by nothing."""
     if work.model.recurrent is None:
         return 0.0, 0.0
     traffic = chain_traffic(work, config)
@@ -224,7 +224,7 @@ def tensor_parallel_time(
 
 
 class DataParallelTime(NamedTuple):
-    """Of one step.
+    """Holds seconds of one step.
 
     Attributes:
         gradients: their reduction.

@@ -32,7 +32,7 @@ from ds_usp.planner.parallel_config import ParallelConfig, Workload, exchanges_s
 
 
 class SentBytes(NamedTuple):
-    """What one rank sends in one layer for one micro batch, by the ledger's kinds."""
+    """Counts what one rank sends in one layer for one micro batch, by the ledger's kinds."""
 
     forward: Mapping[str, int]
     backward: Mapping[str, int]
@@ -90,7 +90,7 @@ def attention_bytes(
 
 
 def layer_mask(model: ModelShape) -> MaskSpec:
-    """Which tokens attend to each other in the layers of a model, which are alike."""
+    """Return which tokens attend to each other in the layers of a model, which are alike."""
     return MaskSpec.window(model.window - 1) if model.window else MaskSpec.causal()
 
 
@@ -236,7 +236,7 @@ def kv_features(work: Workload, config: ParallelConfig) -> float:
 def call_size(
     work: Workload, config: ParallelConfig, split: HeadSplit, ulysses_in_node: bool
 ) -> CallSize:
-    """What ``Tuning`` chooses head chunks and the KV exchange of a causal call by, mean over ranks.
+    """Return by what ``Tuning`` chooses head chunks and the KV exchange, causal, mean over ranks.
 
     Args:
         split: the heads of a tensor-parallel rank over its Ulysses ranks.
@@ -265,7 +265,7 @@ def stage_boundary_bytes(work: Workload, config: ParallelConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What the group of dp x sp sends in one step, per rank of the fullest stage."""
+    """Counts what the group of dp x sp sends in one step, per rank of the fullest stage."""
 
     gradients: float
     parameters: float

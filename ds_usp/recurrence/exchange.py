@@ -174,7 +174,7 @@ class ExchangeCall:
         received: Sequence[int],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """What the ranks send to this one, flat, in their order; collective over the mesh.
+        """Return what the ranks send to this one, flat, in their order; collective over the mesh.
 
         Args:
             parts: of any shapes, for each rank in order.

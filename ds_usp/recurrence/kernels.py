@@ -44,8 +44,8 @@ _SEAM_MODULES = (_GATED, "fla.ops.kda.chunk_fwd", "fla.ops.kda.chunk_bwd")
 
 
 def implementation_of(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """What a function of transformers runs: the library's or torch's, as its decorator chose when
-    the model's module was imported. Another kernel is its own."""
+    """Return what a function of transformers runs: the library's or torch's, as its decorator chose
+    when the model's module was imported. Another kernel is its own."""
     code = getattr(kernel, "__code__", None)
     cells = getattr(kernel, "__closure__", None)
     if code is None or not cells or "implementation" not in code.co_freevars:
@@ -114,7 +114,7 @@ def delta_rule(
     documents: Any = (),
     **options: Any,
 ) -> torch.Tensor:
-    """As :func:`ds_usp.recurrence.recurrences.delta_rule`, with a kernel that :func:`takes_states`.
+    """Compute the ``delta_rule`` of ``recurrences.py`` by a kernel that :func:`takes_states`.
 
     Shapes: query and key may have fewer heads than value, which divide its.
     """
@@ -170,7 +170,7 @@ class PieceStates:
         self._transitions: dict[int, torch.Tensor] = {}  # A by the number of a piece
 
     def arguments(self) -> dict[str, Any]:
-        """Of the kernel: documents, and this context where a state goes from piece to piece."""
+        """Return the kernel's arguments: documents; this context where states go between pieces."""
         if self.call.chains.rounds:
             return {"cp_context": self}
         return {"cu_seqlens": self.cu_seqlens, "cu_seqlens_cpu": self.cu_seqlens_cpu}
@@ -178,7 +178,7 @@ class PieceStates:
     def states_before(
         self, k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor | None:
-        """Of all pieces ``[rows * pieces, heads, dk, dv]``; None: no state comes in.
+        """Return all pieces' states ``[rows * pieces, heads, dk, dv]``; None: no state comes in.
 
         Shapes: w ``[1, tokens, heads, dk]``, u ``[1, tokens, heads, dv]``.
         """
@@ -203,7 +203,7 @@ class PieceStates:
         dv: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, None]:
-        """Of all pieces, alike; and no state whose gradient is asked for."""
+        """Return the gradients of all pieces' states, alike; no other state has one."""
         g, gk = kwargs.get("g"), kwargs.get("gk")
         sizes = kwargs.get("scale"), kwargs.get("chunk_size")
         maps: dict[int, Map] = {}
@@ -215,7 +215,7 @@ class PieceStates:
         return self._exchange(self.call.chains.mirrored, maps), None
 
     def saved(self, states: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
-        """What backward needs: the states that are not zero."""
+        """Return what backward needs: the states that are not zero."""
         if states is None:
             return None
         return torch.cat([states[begin:end] for begin, end in self._incoming()])

@@ -28,7 +28,7 @@ Map = tuple[torch.Tensor | None, torch.Tensor]  # (A, B); without A, B is the st
 
 
 class PieceMap(NamedTuple):
-    """What a piecewise :class:`Recurrence` computes of a piece.
+    """Holds what a piecewise :class:`Recurrence` computes of a piece.
 
     Attributes:
         out: outputs of its tokens if no state came in.
@@ -45,7 +45,7 @@ class PieceMap(NamedTuple):
 
 
 class PieceMaps(NamedTuple):
-    """What a :class:`Recurrence` computes of all pieces of a rank.
+    """Holds what a :class:`Recurrence` computes of all pieces of a rank.
 
     Attributes:
         states: B of each piece ``[rows, *state_shape]``; used of those that export.
@@ -198,7 +198,7 @@ def _run(
     out_dim: int,
     call: ExchangeCall,
 ) -> tuple[PieceMaps, str]:
-    """What it computes of all pieces; and as text, what the ranks compare of the output."""
+    """Return what it computes of all pieces; and as text, what the ranks compare of the output."""
     pieces, rows = call.chains.by_rank[call.mesh.rank], call.chains.rows_of_piece
     if not recurrence.piecewise:
         maps: PieceMaps = recurrence.run(tensors, pieces)

@@ -32,7 +32,7 @@ Reduction = Literal["tokens", "rows"]
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Where the tokens of some rows are in one tree.
+    """Says where the tokens of some rows are in one tree.
 
     Attributes:
         segments: ``(start, end, parent)``, as of ``MaskSpec.tree``, depth first.
@@ -112,7 +112,7 @@ class SharedPrefixes:
         return sum(map(len, self.places))
 
     def gather_from(self, rows: Sequence[Tensor]) -> Tensor:
-        """What the tree's tokens have of the rows' values, where these are alike, ``[tokens]``."""
+        """Return the rows' values for the tree's tokens, where these are alike, ``[tokens]``."""
         out = rows[0].new_zeros(self.tokens)
         for row, place in zip(rows, self.places, strict=True):
             out[place] = row
@@ -298,7 +298,7 @@ class PrefixTree:
 
 
 def _branches(example: Any, index: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each answer the tokens with all before it, and which of them are an answer's."""
+    """Yield for each answer the tokens with all before it, and which of them are the answer's."""
     if not isinstance(example, Mapping) or not {"prompt", "answers"} <= example.keys():
         keys = sorted(example) if isinstance(example, Mapping) else type(example).__name__
         raise DataError(
