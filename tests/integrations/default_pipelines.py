@@ -2,6 +2,7 @@
 as the example in its docstring calls it."""
 
 import ast
+import copy
 import importlib
 import inspect
 import re
@@ -17,8 +18,9 @@ import numpy as np
 import tiny_diffusers
 import torch
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from further_diffusers import with_noise
 from PIL import Image
-from stand_ins import Encoder, Images, Pixels, Safety, Siglip, Sound, Words
+from stand_ins import Encoder, Images, Pixels, Safety, Seconds, Siglip, Sound, Waves, Words
 from torch import Tensor
 
 from ds_usp.integrations.diffusers import PLANS
@@ -91,10 +93,7 @@ def mask(width: int, height: int) -> Image.Image:
 def grown(net: Any) -> Any:
     """A ControlNet, none of whose weights are zero."""
     torch.manual_seed(4)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return net.eval()
+    return with_noise(net).eval()
 
 
 def controlnet(kind: str, transformer: Any, **changes: Any) -> Any:
@@ -148,8 +147,10 @@ _PACKED: Row = {"text": _ONE_TEXT, "channels": 1, "size": _IMAGE}
 _OF_WAN: Row = {"text": _SEEN, "scheduler": unipc, "size": _VIDEO}
 _COG = {"attention_head_dim": 16, "num_attention_heads": 4}
 _LTX2 = {"num_layers": 2, **dict.fromkeys(("audio_in_channels", "audio_out_channels"), 128)}
+_AUDIO = {"vae": lambda _: Waves(), "duration_embedder": lambda _: Seconds(16)}
 # By class of the transformer: arguments of encoders, channels of latents (4), sizes of a call,
-# changes of the transformer, of the VAE, other parts, the scheduler if not flow matching.
+# changes of the transformer, of the VAE, other parts, the scheduler if not flow matching, methods
+# that go into layers of an encoder.
 CLASSES: Mapping[str, Row] = {
     "FluxTransformer2DModel": {
         **_PACKED,
@@ -270,13 +271,42 @@ CLASSES: Mapping[str, Row] = {
         **_OF_WAN,
         "text": {"text_encoder": (16,), "image_encoder": (8,)},
     },
+    "DiTTransformer2DModel": {
+        "size": {"height": 64, "width": 64},
+        "scheduler": diffusers.DDIMScheduler,
+        "transformer": {"out_channels": 4},
+    },
+    "GlmImageTransformer2DModel": {"size": _WIDE},
+    "HunyuanDiT2DModel": {
+        "text": {"text_encoder": (16,), "text_encoder_2": (16,)},
+        "size": _IMAGE,
+        "scheduler": diffusers.DDPMScheduler,
+        "transformer": {"text_len": 77, "text_len_t5": 256, "learn_sigma": True},
+    },
+    "Ideogram4Transformer2DModel": {
+        "size": _WIDE,
+        "transformer": {"in_channels": 16, "llm_features_dim": 13 * 16},
+    },
+    "JoyImageEditTransformer3DModel": {"size": _WIDE, "vae": {"space": 32}},
+    "StableAudioDiTModel": {
+        "size": _WIDE,
+        "scheduler": diffusers.EDMDPMSolverMultistepScheduler,
+        "transformer": {"sample_size": 40, "global_states_input_dim": 32},
+        "parts": {**_AUDIO, "projection_model": lambda _: Seconds(16)},
+    },
+    "StableAudio3DiTModel": {
+        "size": _WIDE,
+        "parts": _AUDIO,
+        "transformer": {"local_add_cond_dim": 5, "global_cond_dim": 16},
+    },
 }
 _CONTROL = {"transformer": {"in_channels": 8, "out_channels": 4}}
 _FILL = {"transformer": {"in_channels": 264, "out_channels": 4}}
 _CLOZE = {**_FILL, "call": {"image": [[image(seed=1), image(seed=2)], [image(seed=3), None]]}}
 _FLUX_CONTROLNET = {"parts": {"controlnet": partial(controlnet, "FluxControlNetModel")}}
 _A_CAT = {"example": {"prompt": "a cat"}}
-_TWO_LAYERS = {"text": {"text_encoder": (16, 0, False, 2)}}
+_UNBINNED = {"call": {"use_resolution_binning": False}}
+_SOUND = {"call": {"audio": torch.arange(160).sin().expand(1, 2, -1)}}
 
 
 def _controlnet(kind: str, **changes: Any) -> Row:
@@ -364,10 +394,38 @@ OWN: Mapping[str, Row] = {
     "LTX2HDRPipeline": _A_CAT,
     "Kandinsky6TI2VAPipeline": {"call": {"sample_audio": False}},
     "BriaFibo2Pipeline": _A_CAT,
+    "DiTPipeline": {"example": {"class_labels": [1, 2]}},
+    "GlmImagePipeline": {"call": {"prior_token_ids": torch.arange(240)[None] % 16}},
+    "HunyuanDiTPipeline": _UNBINNED,
+    "HunyuanDiTPAGPipeline": _UNBINNED,
+    "HunyuanDiTControlNetPipeline": {
+        **_UNBINNED,
+        **_controlnet("HunyuanDiT2DControlNetModel", transformer_num_layers=4),
+        "example": {"prompt": "a cat", "control_image": ...},
+    },
+    "Ideogram4Pipeline": {
+        "parts": {"unconditional_transformer": lambda x: grown(copy.deepcopy(x))},
+        "call": {"guidance_schedule": [4.0] * 3, "max_sequence_length": 64},
+        "methods": {
+            "_get_text_encoder_hidden_states": lambda encoder, ids, mask, _: list(
+                encoder(ids, mask).hidden_states[:13]
+            )
+        },
+    },
+    "JoyImageEditPipeline": {
+        "methods": {
+            "_get_last_decoder_hidden_states": lambda encode, **given: (
+                encode(**given).last_hidden_state
+            )
+        }
+    },
+    "StableAudio3AudioToAudioPipeline": _SOUND,
+    "StableAudio3InpaintPipeline": _SOUND,
 }
 # What is not called, and why.
 _NO_STAND_IN = "no stand-in for an encoder, a VAE or a call of its kind is written"
 NOT_CALLED: Mapping[str, str] = {
+    "ConsisIDPipeline": "needs OpenCV, and models of faces",
     "BriaFiboEditPipeline": "takes JSON of an edit",
     "HeliosPyramidPipeline": _NO_STAND_IN,
     "MotifVideoImage2VideoPipeline": _NO_STAND_IN,
@@ -398,6 +456,7 @@ def made(name: str) -> Made:
     }
     pipeline = cls(**parts)
     pipeline.set_progress_bar_config(disable=True)
+    vars(pipeline).update(row.get("methods", {}))
     taken = inspect.signature(cls.__call__).parameters
     size = row["size"]
     call = {key: _given(key, x, size) for key, x in (own.get("example") or example(name)).items()}

@@ -33,6 +33,14 @@ def config(name: str, own: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in SIZES.items() if key in taken} | dict(own)
 
 
+def with_noise(net: Any) -> Any:
+    """Return a network with noise added to all weights, so that none are zero."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return net
+
+
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "ChromaTransformer2DModel": {
         "approximator_num_channels": 8,
@@ -147,6 +155,11 @@ class Sizes:
         return torch.arange(text) < torch.tensor([[text - self.padded], [text]])
 
 
+def conditions(*names: str) -> dict[str, Tensor]:
+    """Return sizes and corners of images, ``[2, 2]`` each."""
+    return {name: torch.randint(1, 32, (2, 2)).float() for name in names}
+
+
 def arguments(name: str, sizes: Sizes) -> dict[str, Any]:
     """Those of a class of this module; text and timesteps are the same for most."""
     if name == "ZImageTransformer2DModel":
@@ -154,8 +167,7 @@ def arguments(name: str, sizes: Sizes) -> dict[str, Any]:
     given: dict[str, Any] = {"encoder_hidden_states": torch.randn(2, sizes.text, 16)}
     given["timestep"] = torch.tensor([0.15, 0.55])
     if name == "CogView4Transformer2DModel":
-        conditions = dict.fromkeys(("original_size", "target_size", "crop_coords"))
-        given |= {key: torch.randint(1, 32, (2, 2)).float() for key in conditions}
+        given |= conditions("original_size", "target_size", "crop_coords")
     if name.startswith("Hunyuan"):
         given["encoder_hidden_states_2"] = torch.randn(2, 5, 16)
         given["encoder_attention_mask_2"] = sizes.mask(5)

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
-from further_diffusers import WAN, Sizes
+from further_diffusers import WAN, Sizes, conditions, with_noise
 from torch import Tensor
 
 _HEADS = {"num_attention_heads": 6, "attention_head_dim": 8}
@@ -352,9 +352,8 @@ def _krea2(sizes: Sizes) -> dict[str, Any]:
 
 
 def _cogview(sizes: Sizes) -> dict[str, Any]:
-    names = ("original_size", "target_size", "crop_coords")
-    conditions = {name: torch.randint(1, 32, (2, 2)).float() for name in names}
-    return {"hidden_states": sizes.latents(4), **conditions}
+    of_sizes = conditions("original_size", "target_size", "crop_coords")
+    return {"hidden_states": sizes.latents(4), **of_sizes}
 
 
 def _ernie(sizes: Sizes) -> dict[str, Any]:
@@ -415,7 +414,7 @@ def _glm(sizes: Sizes) -> dict[str, Any]:
         "prior_token_id": torch.randint(0, 16, (2, tokens)),
         "prior_token_drop": torch.zeros(2, tokens, dtype=torch.bool),
         "timestep": torch.tensor([3.0, 11.0]),
-        **{name: torch.randint(1, 32, (2, 2)).float() for name in ("target_size", "crop_coords")},
+        **conditions("target_size", "crop_coords"),
         "kv_caches": GlmImageKVCache(2),  # which is neither written nor read
     }
 
@@ -611,12 +610,9 @@ _WITHOUT_TEXT = ("ErnieImageTransformer2DModel", "DiTTransformer2DModel")
 def build(name: str, **changes: Any) -> Any:
     """A transformer with the same weights in every process, none of them zero, in training."""
     torch.manual_seed(0)
-    transformer = getattr(diffusers, name)(**{**CONFIGS[name], **changes})
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-        if name == "LuminaNextDiT2DModel":
-            transformer.pad_token.normal_()  # which diffusers leaves as memory has it
+    transformer = with_noise(getattr(diffusers, name)(**{**CONFIGS[name], **changes}))
+    if name == "LuminaNextDiT2DModel":  # diffusers leaves it as memory has it
+        torch.nn.init.normal_(transformer.pad_token)
     # The labels of the first are left out at random in training.
     return transformer.float().train(name != "DiTTransformer2DModel")
 

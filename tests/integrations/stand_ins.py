@@ -223,6 +223,43 @@ class Sound(nn.Module):
         self.temporal_compression_ratio = self.mel_compression_ratio = 4
 
 
+class Waves(nn.Module):
+    """A VAE of sound: a latent for two samples of each of its two channels."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+    sampling_rate = 8
+    hop_length = downsampling_ratio = 2
+
+    def __init__(self, channels: int = 4) -> None:
+        super().__init__()
+        sizes = {"sampling_rate": 8, "latent_dim": channels, "audio_channels": 2}
+        self.config = SimpleNamespace(**sizes)
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def encode(self, x: Tensor, **_: Any) -> Any:
+        scale = torch.linspace(0.5, 1.5, self.config.latent_dim)
+        mean = nn.functional.avg_pool1d(x.mean(1, keepdim=True), 2) * scale[:, None]
+        return SimpleNamespace(latents=mean, latent_dist=Latents(mean))
+
+
+class Seconds(nn.Module):
+    """Embeds how long a sound is, or when it begins and ends, in ``dim`` numbers."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.config = dim, SimpleNamespace(min_value=0, max_value=512)
+
+    def forward(self, seconds: Any = None, **given: Any) -> Any:
+        if seconds is not None:
+            return torch.as_tensor(seconds).float()[:, None].expand(-1, self.dim) / 100
+        known = {key: x for key, x in given.items() if x is not None and "seconds" in key}
+        embedded = {f"{key[:-8]}_hidden_states": self(x)[:, None] for key, x in known.items()}
+        embedded = {f"seconds_{key}": x for key, x in embedded.items()}
+        return SimpleNamespace(text_hidden_states=given.get("text_hidden_states"), **embedded)
+
+
 class Safety(nn.Module):
     """What asks of Cosmos whether a text is safe; its package is not needed."""
 

@@ -112,11 +112,7 @@ def build(name: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     heads = {} if "n_heads" in CONFIGS[name] else {"num_attention_heads": HEADS}
     config = {**heads, **CONFIGS[name], **variant, **changes}
-    transformer = getattr(diffusers, name)(**config)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return transformer.float().train()
+    return further_diffusers.with_noise(getattr(diffusers, name)(**config)).float().train()
 
 
 def output_of(transformer: Any, given: Mapping[str, Any]) -> Tensor:

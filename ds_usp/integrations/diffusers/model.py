@@ -29,7 +29,7 @@ from ds_usp.integrations.replicas import Reduction
 from ds_usp.kernels.registry import AUTO
 
 OLDEST, BEFORE = "0.42", "1"
-_OF_A_PIPELINE = ("transformer", "transformer_2")
+_OF_A_PIPELINE = ("transformer", "transformer_2", "unconditional_transformer")
 
 
 @explain_keywords
@@ -60,7 +60,8 @@ def enable(
 
     Args:
         model_or_pipeline: a transformer of a class of :data:`PLANS`, or a pipeline: then its
-            ``transformer`` and, if it has one, ``transformer_2``.
+            ``transformer`` and, where it has them, ``transformer_2`` of Wan and Ideogram's
+            ``unconditional_transformer``.
         kernel, tuning: as of :func:`ds_usp.usp_attention`.
         plan: of a class that has none in :data:`PLANS`, or instead of that one.
         gradients: what is done with the ranks' gradients: their ``mean`` over all ranks (DDP,
