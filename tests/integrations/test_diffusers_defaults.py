@@ -11,7 +11,7 @@ from harness import RankContext
 from model_runs import BOUND, relative
 
 from ds_usp import USPError
-from ds_usp.integrations.diffusers import enable
+from ds_usp.integrations.diffusers import PLANS, enable
 
 PAGE = Path(__file__).parents[2] / "docs" / "usage" / "diffusers.md"
 # Words of the refusal; what a user can do instead is on the page.
@@ -36,6 +36,7 @@ def sampled(ctx: RankContext, kind: str, ulysses: int) -> dict[str, float | str]
     names = [name for name, its in pipelines().items() if its == kind and name not in NOT_CALLED]
     for index, name in enumerate(names):
         pipeline, sample = made(name)
+        parts = [type(x).__name__ for x in pipeline.components.values()]
         has_truth = index % ctx.world == ctx.rank
         want = sample() if has_truth or name in REFUSED else None  # which may change settings
         for degree in (1, 2)[: 1 + (ctx.world == 4)]:
@@ -43,7 +44,9 @@ def sampled(ctx: RankContext, kind: str, ulysses: int) -> dict[str, float | str]
             try:
                 with enable(pipeline, mesh_of(ulysses), cfg_degree=degree) as enabled:
                     have = sample()
-                    assert any(enabled._sharded[0]._attended.values())  # sharded, it was
+                    # Every transformer of the pipeline was sharded.
+                    assert len(enabled._sharded) == sum(x in PLANS for x in parts)
+                    assert all(any(x._attended.values()) for x in enabled._sharded)
             except USPError as error:
                 results[key] = str(error)
             else:
