@@ -395,13 +395,13 @@ def usp_joint_attention(
         if not isinstance(joint_front, bool):
             raise ConfigError(f"joint_front={joint_front!r} must be True or False")
         combined = JointLayout.of(main, joint, joint_front)
-        added = combined.layouts[0]
+        added, _ = combined.layouts
         lengths = ((main.kind, main.seq_len), (added.kind, added.seq_len))
         return Signature((str(combined), str(added)), lengths), combined
 
     combined = check_on_all_ranks(mesh, check, q, layout)
     call = mesh.consistency.number
-    joint_layout = combined.layouts[0]
+    joint_layout, _ = combined.layouts
     pieces = [
         (joint_layout.shard(joint_x, 1, mesh.rank), x)
         for joint_x, x in ((joint_q, q), (joint_k, k), (joint_v, v))

@@ -421,14 +421,15 @@ def _schedules(
 ) -> dict[tuple[ChunkPosition, ChunkPosition], RingSchedule]:
     """The ring schedule of each position of a chunk, forward and backward: most chunks share one,
     and what follows from it."""
+    query_layout, kv_layout = layouts
     plan = partial(
         ring_schedule,
-        layouts[0],
+        query_layout,
         mask,
         mesh.ring_rank,
         kernel.caps.tiles,
         resolved.gather_kv,
-        kv_layout=layouts[1],
+        kv_layout=kv_layout,
     )
     schedules = {}
     for position in dict.fromkeys(resolved.chunk_positions):

@@ -260,13 +260,14 @@ def check_kv(
         LayoutError: the keys' layout gives this rank another number of keys.
         UnsupportedAttentionError: a mask by positions, which two sequences do not share.
     """
-    if layouts[0] == layouts[1]:
+    query_layout, kv_layout = layouts
+    if query_layout == kv_layout:
         if q.shape[1] != k.shape[1]:
             raise ConfigError(
                 f"q has {q.shape[1]} tokens on this rank, k and v have {k.shape[1]}: give the keys "
                 "of another sequence a layout of their own (kv_layout=)"
             )
-        if len(layouts[0].documents) > 2 and not mask.documents:
+        if len(query_layout.documents) > 2 and not mask.documents:
             band = f"window({mask.left}, {mask.right}, "
             if mask.left is None and mask.right in (0, None):
                 band = "causal(" if mask.right == 0 else "full("
@@ -274,19 +275,19 @@ def check_kv(
             if mask.prefix:
                 fix = (
                     "A prefix is the whole sequence's: lay the tokens out as one document, "
-                    f"mesh.layout('zigzag', {layouts[0].seq_len})"
+                    f"mesh.layout('zigzag', {query_layout.seq_len})"
                 )
             raise ConfigError(
-                f"the tokens are laid out for documents, {layouts[0]}, and the mask {mask} has "
+                f"the tokens are laid out for documents, {query_layout}, and the mask {mask} has "
                 f"none: tokens would attend across their borders. {fix}"
             )
         return Signature(("self-attention",))
     if not mask.is_full:
         raise UnsupportedAttentionError(
-            f"the keys are of another sequence ({layouts[1]}) than the queries ({layouts[0]}), "
+            f"the keys are of another sequence ({kv_layout}) than the queries ({query_layout}), "
             f"and a {mask} mask compares positions of one: use MaskSpec.full()"
         )
-    return check_layout(k, "keys", mesh, layouts[1])
+    return check_layout(k, "keys", mesh, kv_layout)
 
 
 def checked_scale(softmax_scale: float | None, head_dim: int) -> float:

@@ -343,8 +343,8 @@ class UniformAllToAll:
             if isinstance(source, torch.Tensor) and is_dense and len(sources) == batch == 1:
                 packed = source
             else:
-                like = outs[0]
-                staging = prealloc[1] if prealloc else StagingBuffer(like.new_empty(sizes.in_order))
+                order = sizes.in_order
+                staging = prealloc.staging if prealloc else StagingBuffer(outs[0].new_empty(order))
                 packed = staging.tensor
                 views = staging.views(sizes.shapes, tokens_first=True)
                 for view, source in zip(views, sources, strict=True):

@@ -145,16 +145,16 @@ class ModelComparison:
         if self._mesh.sp_group is None:
             return
         self._read()
-        held = _digest(self._settings(modes=False))
-        self.agree(what, text, f"settings {held}", weights=False)
+        settings = _digest(self._settings(modes=False))
+        self.agree(what, text, f"settings {settings}", weights=False)
         models = self._mesh.checks.setdefault("models", _ModelsOfMesh())
-        if all(held() is not self for held in models):
+        if all(reference() is not self for reference in models):
             models.append(ref(self))
 
     def leave(self) -> None:
         """``SequenceMesh.check`` no longer compares the model."""
         models = self._mesh.checks.get("models", [])
-        models[:] = [held for held in models if held() is not self]
+        models[:] = [reference for reference in models if reference() is not self]
 
     @torch.no_grad()
     def of_pass(self, everything: bool = False) -> dict[str, Any]:
@@ -174,8 +174,10 @@ class ModelComparison:
                 else x
                 for x in self._outline()
             ]
-        same = [mark == seen for mark, seen in zip(self._marks, self._seen, strict=False)]
-        changed = [i for i in range(len(weights)) if len(same) < len(weights) or not same[i]]
+        unchanged = [mark == seen for mark, seen in zip(self._marks, self._seen, strict=False)]
+        changed = [
+            i for i in range(len(weights)) if len(unchanged) < len(weights) or not unchanged[i]
+        ]
         self._changed = [self._name(i) for i in changed]
         turns = 1 if everything or not self._turn else max(1, -(-len(weights) // _IN_A_PASS))
         compared = {
@@ -252,14 +254,14 @@ class ModelComparison:
             texts = {slot[-1]: [shape] for slot, shape in shapes if weights}
             for i, x in enumerate(whole if weights else ()):
                 texts[self._name(i)].append(digest_of_bits(x))
-        held = {
+        local_values = {
             "settings": settings,
             "weights": texts,
             "changed": self._changed if weights else [],
             "turn": self._turn,
             "written": sorted(self._written_by_passes or ()),
         }
-        ranks = gathered_values(self._mesh, held)
+        ranks = gathered_values(self._mesh, local_values)
         # What a pass has written on one rank may have had that value on another.
         written = {name for each in ranks for name in each["written"]}
         for name in written:
@@ -269,7 +271,7 @@ class ModelComparison:
         for what, advice in (("settings", _TO_SET), ("weights", _TO_LOAD)):
             error = error or _first_difference([each[what] for each in ranks], what, advice)
         if error is None and weights:
-            self._false_alarms += any(each["changed"] != held["changed"] for each in ranks)
+            self._false_alarms += any(each["changed"] != local_values["changed"] for each in ranks)
             self._turn = max(each["turn"] for each in ranks)
             if self._written_by_passes is not None:
                 self._written_by_passes = written
@@ -297,15 +299,15 @@ class ModelComparison:
             entries[path or "model"] = [type(module).__name__]
             for hooks in filter(values.get, _HOOKS):
                 entries |= _hooks(dot + hooks[1:], values[hooks])
-            known = self._known.get(module)
-            if known is None:
+            settings = self._known.get(module)
+            if settings is None:
                 # What is None may be a tensor later, and was one before where passes leave states.
                 named = {x: value for x, value in values.items() if value is not None}
-                known = frozenset(x for x in named if _is_setting(x) and _leaves(x, named[x]))
-                self._known[module] = known
+                settings = frozenset(x for x in named if _is_setting(x) and _leaves(x, named[x]))
+                self._known[module] = settings
             methods = {x for x in values if callable(values[x]) and _is_setting(x)}
             self._methods += ((values, x) for x in methods)
-            names = values.keys() & {*known, *_OF_ADAPTERS, *methods}
+            names = values.keys() & {*settings, *_OF_ADAPTERS, *methods}
             for name in sorted(names if modes else names - {"training"}):
                 entries |= _leaves(dot + name, values[name])
             for name in sorted(filter(_is_setting, module._non_persistent_buffers_set)):
@@ -363,11 +365,11 @@ class ModelComparison:
                 for key in vars(module)[kind]
                 if key not in module._non_persistent_buffers_set
             ]
-        held = self._held
-        adapters = [[x.get(y) for y in _OF_ADAPTERS] for x in held if "_disable_adapters" in x]
+        dicts = self._held
+        adapters = [[x.get(y) for y in _OF_ADAPTERS] for x in dicts if "_disable_adapters" in x]
         weights = [values[kind][key] for values, kind, key, _ in self._slots]
         self._trained = [x is not None and x.requires_grad for x in weights]
-        modes = bytes(x["training"] for x in held), bytes(self._trained), _torch_modes(), adapters
+        modes = bytes(x["training"] for x in dicts), bytes(self._trained), _torch_modes(), adapters
         self._modes = zlib.crc32(repr(modes).encode())
         identities, addresses = list(map(id, weights)), list[int]()
         if identities == self._identities:  # else slots may be others'
@@ -386,11 +388,11 @@ class ModelComparison:
         return held_whole
 
     def _structure_now(self) -> list[list[Any]]:
-        held = self._held
+        dicts = self._held
         return [
             list(map(type, self._modules.values())),
-            [child for x in held for child in x["_modules"].values()],
-            [key for x in held for key in chain(x["_parameters"], x["_buffers"])],
+            [child for x in dicts for child in x["_modules"].values()],
+            [key for x in dicts for key in chain(x["_parameters"], x["_buffers"])],
         ]
 
 

@@ -115,8 +115,8 @@ class _Shard:
         in their order."""
         halo, (rows, channels, _) = self.halo, self.tokens.shape
         if not halo.crosses:
-            own = [self._cuts[cut] for needed in halo.sends for cut in needed]
-            return torch.cat(own, 2) if own else self.tokens[..., :0]
+            local_cuts = [self._cuts[cut] for needed in halo.sends for cut in needed]
+            return torch.cat(local_cuts, 2) if local_cuts else self.tokens[..., :0]
         size = rows * channels
         sent = [size * sum(halo.lengths[cut] for cut in needed) for needed in halo.sends]
         # Tokens first on the way: cuts of any lengths join to one tensor.

@@ -62,8 +62,8 @@ def library_of(kernel: Callable[..., Any]) -> str:
 def takes_states(kernel: Callable[..., Any], like: torch.Tensor) -> bool:
     """The implementation is a delta rule that :func:`delta_rule` runs, where ``like`` is."""
     module = _DELTA_RULES.get(getattr(kernel, "__name__", ""))
-    known = module is not None and getattr(kernel, "__module__", "") == module
-    return known and like.is_cuda and _is_joined()
+    is_delta_rule = module is not None and getattr(kernel, "__module__", "") == module
+    return is_delta_rule and like.is_cuda and _is_joined()
 
 
 @functools.cache
@@ -250,22 +250,24 @@ class PieceStates:
 
     def _exchange(self, chains: StateChains, maps: dict[int, Map]) -> torch.Tensor | None:
         """The states that come into all pieces along ``chains``, of the maps by number."""
-        own = chains.by_rank[self.call.mesh.rank]
+        local_pieces = chains.by_rank[self.call.mesh.rank]
         into: list[torch.Tensor | None] = []
         across: list[torch.Tensor | None] = []
-        for index, piece in enumerate(own):
-            rows = [maps[row * len(own) + index] for row in range(self.rows) if piece.exports]
+        for index, piece in enumerate(local_pieces):
+            rows = [
+                maps[row * len(local_pieces) + index] for row in range(self.rows) if piece.exports
+            ]
             transitions = [a for a, _ in rows if a is not None]
             into.append(torch.stack([b for _, b in rows]) if rows else None)
             across.append(torch.stack(transitions) if transitions else None)
         transfer = Transfer(self.recurrence, self.call, chains, torch.float32)
         with no_autocast(self.cu_seqlens.device):
-            states = transfer.states(own, PieceMaps(into, across, _no_run))
+            states = transfer.states(local_pieces, PieceMaps(into, across, _no_run))
         if not states:
             return None
-        shape = self.rows, len(own), *self.recurrence.state_shape
+        shape = self.rows, len(local_pieces), *self.recurrence.state_shape
         out = next(iter(states.values())).new_zeros(shape)
-        for index, piece in enumerate(own):
+        for index, piece in enumerate(local_pieces):
             if piece in states:
                 out[:, index] = states[piece]
         return out.flatten(0, 1)

@@ -130,17 +130,17 @@ def mamba2(
         states: list[torch.Tensor | None] = [None] * len(pieces)
         transitions: list[torch.Tensor | None] = [None] * len(pieces)
         parts = [t.split(lengths, 1) for t in (x, dt, B)]
-        for number, (piece, *part) in enumerate(zip(pieces, *parts, strict=True)):
+        for number, (piece, x_part, dt_part, B_part) in enumerate(zip(pieces, *parts, strict=True)):
             if piece.exports:
                 # Rounded as the kernel rounds it: mamba_ssm's computes steps in fp32.
-                step = part[1].to(state_dtype(dt)) if of_library else part[1]
+                step = dt_part.to(state_dtype(dt)) if of_library else dt_part
                 step = step if dt_bias is None else step + dt_bias.to(step.dtype)
                 step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
                 step = step.to(state_dtype(step))
                 with no_autocast(x.device):
                     change = step * A  # logarithm of a token's decay [b, t, h]
                     weight = step * _after(change, 1).exp()
-                    states[number] = _state_of(part[0], weight, part[2])
+                    states[number] = _state_of(x_part, weight, B_part)
                     transitions[number] = change.sum(1).exp() if piece.imports else None
 
         def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -149,11 +149,11 @@ def mamba2(
             tokens = [sum(lengths[a:b]) for a, b in calls]
             split = zip(*(t.split(tokens, 1) for t in (x, dt, B, C)), strict=True)
             for (first, stop), (x_, dt_, B_, C_) in zip(calls, split, strict=True):
-                given = {"initial_states": incoming[first], **options}
+                arguments = {"initial_states": incoming[first], **options}
                 if stop - first > 1:
-                    own = tuple(lengths[first:stop])
-                    given["seq_idx"] = kernels.numbers_of(own, len(x_), x_.device)
-                outs.append(kernel(x_, dt_, A, B_, C_, **given))
+                    documents = tuple(lengths[first:stop])
+                    arguments["seq_idx"] = kernels.numbers_of(documents, len(x_), x_.device)
+                outs.append(kernel(x_, dt_, A, B_, C_, **arguments))
             return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
         return PieceMaps(states, transitions, finish)

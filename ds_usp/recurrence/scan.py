@@ -95,9 +95,9 @@ class Recurrence:
         if self.matrix:
             fits = len(state) > 1 and transition == (*state[:-1], state[-2])
         if not fits:
-            what = "a matrix on the left" if self.matrix else "elementwise"
+            kind = "a matrix on the left" if self.matrix else "elementwise"
             raise ConfigError(
-                f"A {list(transition)} does not fit a state {list(state)} as {what}: it is "
+                f"A {list(transition)} does not fit a state {list(state)} as {kind}: it is "
                 "[..., n, n] for states [..., n, m] with matrix=True, else the first dims of the "
                 "state's"
             )
@@ -180,15 +180,15 @@ def _check_out(out: object, dim: int, rows: int, tokens: int, what: str) -> str:
     """The shape, but for the tokens; ConfigError if it is no output of so many tokens."""
     if not isinstance(out, torch.Tensor):
         raise ConfigError(f"the output of {what} is a {type(out).__name__}, not a tensor")
-    given = list[object](out.shape)
+    shape = list[object](out.shape)
     fits = -out.ndim <= dim < out.ndim and dim % out.ndim != 0
     if not fits or out.shape[dim] != tokens or len(out) != rows:
         raise ConfigError(
-            f"the output of {what} is {given} with out_dim={dim}: it needs {rows} rows along dim "
+            f"the output of {what} is {shape} with out_dim={dim}: it needs {rows} rows along dim "
             f"0 and {tokens} tokens along out_dim, another dim"
         )
-    given[dim] = "s"
-    return str(given)
+    shape[dim] = "s"
+    return str(shape)
 
 
 def _run(

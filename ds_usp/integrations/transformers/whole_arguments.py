@@ -90,40 +90,40 @@ class WholeArguments:
             UnsupportedAttentionError, DataError, LayoutError: arguments that contradict each other,
                 or that a shard cannot serve.
         """
-        given = {name: value for name, value in arguments.items() if value is not None}
-        tokens = given.get("input_ids", given.get("inputs_embeds"))
-        if tokens is None or ("input_ids" in given and "inputs_embeds" in given):
+        present = {name: value for name, value in arguments.items() if value is not None}
+        tokens = present.get("input_ids", present.get("inputs_embeds"))
+        if tokens is None or ("input_ids" in present and "inputs_embeds" in present):
             raise DataError("give either input_ids or inputs_embeds, of the whole sequence")
-        for name in TOKEN_DIM.keys() & given.keys():
-            _check_dims(name, given[name])
+        for name in TOKEN_DIM.keys() & present.keys():
+            _check_dims(name, present[name])
         size, seq_len = tokens.shape[:2]
         for name, dim in TOKEN_DIM.items():
-            if name in given and given[name].shape[dim] != seq_len:
+            if name in present and present[name].shape[dim] != seq_len:
                 raise LayoutError(
-                    f"{name} {list(given[name].shape)} has other tokens than the {seq_len} of the "
-                    "batch: give every argument of the whole sequence, not of a shard"
+                    f"{name} {list(present[name].shape)} has other tokens than the {seq_len} of "
+                    "the batch: give every argument of the whole sequence, not of a shard"
                 )
-        mask, rows = given.pop(PADDING, None), [RealTokens(0, seq_len, seq_len, 0)] * size
+        mask, rows = present.pop(PADDING, None), [RealTokens(0, seq_len, seq_len, 0)] * size
         if mask is not None:
             rows = _real_tokens(mask, size, seq_len)
         of_mask = () if mask is None else borders_of_mask(mask, rows)
         if any(row.num < seq_len for row in rows):  # else it says nothing that documents do not
-            given[PADDING] = (mask != 0) if any(row.num_others for row in rows) else mask
-        if TREE in given:
+            present[PADDING] = (mask != 0) if any(row.num_others for row in rows) else mask
+        if TREE in present:
             if of_mask:
                 raise DataError(
                     f"attention_mask has {format_documents(of_mask)} beside a tree, of which "
                     "padding is a root of its own without labels: leave attention_mask out"
                 )
-            packing = read_tree(given, size, seq_len)
-            if "position_ids" not in given:
-                given["position_ids"] = tree_positions(packing, tokens.device)
-            return cls(given, size, seq_len, left_padded=False, packing=packing)
-        documents = _documents(given, mask, of_mask, rows, seq_len)
-        if "seq_idx" in given:
-            _check_numbers(given["seq_idx"], documents, size, seq_len)
+            packing = read_tree(present, size, seq_len)
+            if "position_ids" not in present:
+                present["position_ids"] = tree_positions(packing, tokens.device)
+            return cls(present, size, seq_len, left_padded=False, packing=packing)
+        documents = _documents(present, mask, of_mask, rows, seq_len)
+        if "seq_idx" in present:
+            _check_numbers(present["seq_idx"], documents, size, seq_len)
         left_padded = any(row.first > 0 for row in rows)
-        return cls(given, size, seq_len, left_padded, Packing(documents))
+        return cls(present, size, seq_len, left_padded, Packing(documents))
 
     @property
     def documents(self) -> tuple[Borders, ...]:
@@ -152,13 +152,13 @@ class WholeArguments:
         # the sequence may be in documents of different lengths, and the work is what it is: where
         # all rows have the same documents, tokens are dealt out by their work. Rows of different
         # documents share one layout, as a batch is one tensor, and no layout balances them all.
-        alike = len({*zip_longest(*self.packing)}) == 1
-        same = self.documents[0] if alike else ()
+        rows_are_alike = len({*zip_longest(*self.packing)}) == 1
+        shared = self.documents[0] if rows_are_alike else ()
         if kind == AUTO_LAYOUT:
-            kind = "balanced" if len(same) > 2 else TokenLayout.LOADERS_KIND
-        documents: Any = same
-        if same and self.packing.parents:
-            documents = Packing((same,), self.packing.parents[:1]).causal_mask
+            kind = "balanced" if len(shared) > 2 else TokenLayout.LOADERS_KIND
+        documents: Any = shared
+        if shared and self.packing.parents:
+            documents = Packing((shared,), self.packing.parents[:1]).causal_mask
         return mesh.layout(kind, self.seq_len, documents if kind == "balanced" else ())
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
@@ -173,10 +173,10 @@ class WholeArguments:
 
     def labels_to_shift(self) -> Tensor | None:
         """Labels of next tokens, -100 after the last, for a causal model; None without labels."""
-        given: Tensor | None = self.arguments.get("shift_labels")
+        shifted_labels: Tensor | None = self.arguments.get("shift_labels")
         labels: Tensor | None = self.arguments.get("labels")
-        if given is not None or labels is None:
-            return given
+        if shifted_labels is not None or labels is None:
+            return shifted_labels
         return next_token_labels(labels)
 
     def check_targets(self, targets: Tensor | None) -> None:
@@ -224,13 +224,13 @@ class WholeArguments:
         """
         ids = self.arguments.get("input_ids")
         checks = [("input_ids", ids, vocabulary), ("labels", targets, outputs)]
-        known = [
+        limited = [
             (name, x, limit)
             for name, x, limit in checks
             if x is not None and limit and not x.is_meta  # a trial without weights
         ]
-        bounds = [torch.stack([x.min(), x.max()]).cpu() for _, x, _ in known]
-        for (name, _, limit), bound in zip(known, bounds, strict=True):
+        bounds = [torch.stack([x.min(), x.max()]).cpu() for _, x, _ in limited]
+        for (name, _, limit), bound in zip(limited, bounds, strict=True):
             low, high = bound.tolist()
             if low < (IGNORE_INDEX if name == "labels" else 0) or high >= limit:
                 wrong = high if high >= limit else low
@@ -262,26 +262,26 @@ class WholeArguments:
         """
         arguments = {name: x for name, x in given.items() if x is not None}
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
-        known = {*TOKEN_DIM, *PLACED_DIM, "deepstack_visual_embeds", "attention_mask"}
-        strange = [name for name, x in arguments.items() if name not in known and holds_tensor(x)]
-        if strange or tokens is None or tuple(tokens.shape[:2]) != (self.size, self.seq_len):
+        served = {*TOKEN_DIM, *PLACED_DIM, "deepstack_visual_embeds", "attention_mask"}
+        refused = [name for name, x in arguments.items() if name not in served and holds_tensor(x)]
+        if refused or tokens is None or tuple(tokens.shape[:2]) != (self.size, self.seq_len):
             raise UnsupportedAttentionError(
                 f"{model} hands its text model "
-                f"{', '.join(strange) or 'other tokens than it was given'} beside the embeddings "
-                f"of its tokens, and no rank has all tokens: served are {', '.join(sorted(known))}"
+                f"{', '.join(refused) or 'other tokens than it was given'} beside the embeddings "
+                f"of its tokens, and no rank has all tokens: served are {', '.join(sorted(served))}"
             )
         self._check_mask(arguments.get("attention_mask"), model)
         return replace(self, arguments=arguments)
 
     def _check_mask(self, mask: Any, model: str) -> None:
         """UnsupportedAttentionError for a mask tensor that says other than the batch's."""
-        given = self.arguments.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask is given:
+        whole_mask = self.arguments.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask is whole_mask:
             return
-        same = tuple(mask.shape) == (self.size, self.seq_len) and bool(
-            mask.bool().all() if given is None else torch.equal(mask != 0, given != 0)
+        is_whole_mask = tuple(mask.shape) == (self.size, self.seq_len) and bool(
+            mask.bool().all() if whole_mask is None else torch.equal(mask != 0, whole_mask != 0)
         )
-        if not same:
+        if not is_whole_mask:
             raise UnsupportedAttentionError(
                 f"{model} hands its text model a mask of its own {list(mask.shape)}: masks are "
                 "served as transformers' mask functions make them, not as tensors"
@@ -365,11 +365,11 @@ class RowsAsTree:
         if TREE in batch.arguments:
             return None
         positions = batch.arguments.get("position_ids")
-        strange = sorted(x for x in batch.tensors if x not in _OF_ROWS)
-        strange += ["position_ids"] if positions is not None and positions.ndim != 2 else []
-        if strange or "input_ids" not in batch.arguments:
+        refused = sorted(x for x in batch.tensors if x not in _OF_ROWS)
+        refused += ["position_ids"] if positions is not None and positions.ndim != 2 else []
+        if refused or "input_ids" not in batch.arguments:
             raise UnsupportedAttentionError(
-                f"share_prefixes: the batch has {', '.join(strange) or 'no input_ids'}, and rows "
+                f"share_prefixes: the batch has {', '.join(refused) or 'no input_ids'}, and rows "
                 f"are told apart by their tokens: served are {', '.join(sorted(_OF_ROWS))}. Enable "
                 "the model without share_prefixes"
             )
@@ -393,12 +393,12 @@ class RowsAsTree:
             index[row, start:stop], is_real[row, start:stop] = place, True
         is_labeled = torch.zeros_like(is_real)
         out = {name: x for name, x in batch.arguments.items() if name not in {*_OF_ROWS, *BORDERS}}
-        at = [
+        row_positions = [
             torch.arange(first, first + len(x))
             for first, x in zip(firsts, shared.places, strict=True)
         ]
         out["input_ids"] = shared.gather_from(of_runs(ids))[None].to(ids.device)
-        out["position_ids"] = shared.gather_from(at)[None].to(ids.device)
+        out["position_ids"] = shared.gather_from(row_positions)[None].to(ids.device)
         out[TREE] = shared.segments
         targets, count = batch.labels_to_shift(), batch.arguments.get("num_items_in_batch")
         if targets is not None:
@@ -449,9 +449,9 @@ def check_layout_kind(kind: str) -> None:
 def _check_dims(name: str, x: Any) -> None:
     dims = {"inputs_embeds": (3,), "position_ids": (2, 3)}.get(name, (2,))
     if not isinstance(x, Tensor) or x.ndim not in dims or 0 in x.shape:
-        given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         wanted = "[batch, tokens, hidden]" if dims == (3,) else "[batch, tokens]"
-        raise DataError(f"{name} {given} must be a tensor {wanted}, of one row or more")
+        raise DataError(f"{name} {shape} must be a tensor {wanted}, of one row or more")
     if name == "inputs_embeds":
         if not x.is_floating_point():
             raise DataError(f"inputs_embeds are {x.dtype}: give embeddings, or tokens as input_ids")
