@@ -196,6 +196,8 @@ class USPAttention(torch.nn.Module):
             )
 
         def check() -> tuple[Signature, FrameworkArguments | None]:
+            """Check the module's options, which each call compares; with a ring returns what will
+            check the arguments that frameworks give a call."""
             check_dims(scatter_idx, gather_idx)
             check_layout_kind(layout, mesh)
             check_kernel_name(kernel)

@@ -489,9 +489,9 @@ class BackwardPass(Pass[BackwardChunk]):
         """Start the return of a step's dk and dv to the ranks that own the keys and values."""
         # Every rank posts every exchange, also where the mask leaves this one no kernel call: its
         # partners wait for the message, which has zeros then.
-        index = chunk.transfers[instr.number].step
-        if chunk.step != index:  # this rank has no kernel calls in it
-            self.begin_step(chunk, index)
+        step = chunk.transfers[instr.number].step  # the number is a transfer's here
+        if chunk.step != step:  # this rank has no kernel calls in it
+            self.begin_step(chunk, step)
         _dq, dk, dv = chunk.step_grads
         exchange = chunk.grad_exchange or chunk.open_grads()
         exchange.post(instr.number, (dk, dv), overlapped=instr not in self._exposed)

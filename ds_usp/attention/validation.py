@@ -226,11 +226,12 @@ def no_mask_error(mask: object) -> ConfigError:
 
 
 def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
-    """Check the mask, and its documents against the queries ``[b, s, h, d]``.
+    """Check the mask, and its documents against the queries ``[b, s, h, d]``, once for each plan.
 
     Raises:
         ConfigError: no :class:`MaskSpec`, or documents of another length or batch.
-        UnsupportedAttentionError: documents in a CUDA graph, which would replay these for others.
+        UnsupportedAttentionError: documents in a CUDA graph, whose replays would have the borders
+            of this batch for every batch.
     """
     if not isinstance(mask, MaskSpec):
         raise no_mask_error(mask)

@@ -427,7 +427,7 @@ def _errors(
 
 
 def run_launched(work: Callable[..., Any], env: TorchrunEnv, cuda: bool) -> Any:
-    """Run ``work`` in this process, one of a launcher's ranks: NCCL on a GPU, or gloo."""
+    """Return ``work(env, device)`` of this process, a launcher's rank: NCCL on a GPU, or gloo."""
     device = torch.device("cuda", env.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

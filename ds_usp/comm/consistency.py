@@ -56,9 +56,9 @@ from ds_usp.errors import MeshError
 # Comparisons, of calls and backward passes, after which numbers leave the GPU, and as many again
 # before they are read: a GPU has long computed what it was given before.
 _READ_AFTER = 16
-_FEW_ELEMENTS = 1024  # of a tensor that ranks hold alike: of larger ones sums are compared
-_ROWS = 4096  # of that many elements are summed at a time: 32 MiB of products
-# By bytes; wider ones as several: an int64 sum keeps of the top bits of int64s their parity alone.
+_FEW_ELEMENTS = 1024  # a larger tensor is compared by sums, of as many elements each
+_ROWS = 4096  # of _FEW_ELEMENTS, summed at a time: 32 MiB of products
+# By bytes; elements of 8 bytes as pairs of int32: an int64 sum would keep their top bits' parity.
 INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32})
 _EARLIER_FIELD = f"{NUMBERS_FIELD}earlier calls "  # begins that of their digest and checksums
 _MAX_NAMED = 4  # of those that differ
@@ -155,7 +155,7 @@ def _name_of(name: str, dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def _few_bits(x: torch.Tensor) -> torch.Tensor:
-    """Bytes that differ where any bit of a tensor does: its own, or of sums over all of it."""
+    """Return a tensor's bytes, or those of at most 1,024 sums that one changed element changes."""
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if x.ndim != 1 or not x.is_contiguous():

@@ -160,7 +160,8 @@ class Degrees:
             )
 
     def _sequence(self, named: Callable[[str], str]) -> _Broken:
-        """Also of the Ulysses degree that follows from a ring degree alone."""
+        """Check Ulysses x ring against ranks and heads; of a ring alone the Ulysses degree that it
+        leaves. The first rule that is broken is read, so later ones assume the earlier."""
         valid = self._ulysses_within_heads()
         fix = f"Use one of {', '.join(f'{u} (ring {self.sp // u})' for u in valid)}"
         if self.ulysses is not None and self.sp % self.ulysses:

@@ -468,7 +468,7 @@ def is_observer(hook: Any) -> bool:
     ``ds_usp_observes``, by which its author vouches for it."""
     while isinstance(hook, partial):
         hook = hook.func
-    module = f"{getattr(hook, '__module__', '')}."
+    module = f"{getattr(hook, '__module__', '')}."  # a dot: wandb is no prefix of wandb_x
     return getattr(hook, "ds_usp_observes", False) is True or any(
         module.startswith(f"{name}.") for name in _OBSERVERS
     )

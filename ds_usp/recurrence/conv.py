@@ -56,6 +56,8 @@ def causal_conv(
     call = ExchangeCall("causal_conv", "halo", [x], [2], mesh, layout, documents)
 
     def compute(inputs: list[torch.Tensor]) -> tuple[list[str], _Shard]:
+        """Check, and convolve this rank's tokens, before the ranks compare. ``inputs``: x, as one
+        row ``[1, channels, rows * tokens]`` where documents differ by row."""
         if isinstance(taps, bool) or not isinstance(taps, int) or taps < 1:
             raise ConfigError(f"taps={taps!r} must be a whole number of 1 or more")
         if x.ndim != 3:

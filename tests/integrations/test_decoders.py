@@ -22,6 +22,7 @@ from model_runs import (
 )
 from tiny_models import HAS_STATES, build
 from torch import Tensor
+from transformers.models.mixtral import modeling_mixtral
 
 import ds_usp
 from ds_usp.integrations.transformers import decoders, enable, sparse_layers
@@ -175,6 +176,14 @@ def test_ctrl_c_leaves_no_pass_behind():
                 model(**plain_batch())
                 assert PASS.get() is None
         assert PASS.get() is None, ends
+    model = build("mixtral")
+    of_module = modeling_mixtral.load_balancing_loss_func  # in a pass another one has its name
+    with enable(model, mesh):
+        interrupted = mock.patch.object(model.lm_head, "forward", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            model(**plain_batch(), output_router_logits=True)
+        assert modeling_mixtral.load_balancing_loss_func is not of_module
+    assert modeling_mixtral.load_balancing_loss_func is of_module
 
 
 # ------------------------------------------------------------------ refusals

@@ -275,9 +275,10 @@ def _run_in_chunks(
     seq_len = shard.layout.seq_len
     parts = {x.start: x for x in parts_of_shard(shard.length, chunks, seq_len)}
     name = next(name for name, x in given.items() if isinstance(x, Tensor))
-    further: list[Any] = []  # results beside attention's: its weights, biases that are added later
+    further: list[Any] = []  # results beside attention's: no weights, 1-D biases that callers add
 
     def run(x: Tensor, start: int, stop: int) -> Tensor:
+        """Return attention of this rank's queries ``[start, stop)``; in backward again."""
         part = parts[start]
         own = _KeysOfChunk(keys, gathered.keys_of(part))
         own.before = seq_len - stop + start
@@ -312,7 +313,7 @@ class _AllKeys(Keys):
     """Keys of a decoder.
 
     Attributes:
-        before: how many of them no query of this rank is of.
+        before: the length that the layer is told of its cache: keys before this rank's queries.
     """
 
     before = 0
@@ -339,8 +340,8 @@ class _KeysOfChunk(_AllKeys):
 
 
 class _RowsOfMask:
-    """A layer's own mask of all positions (GPT-Neo's), in a ``with`` block as its rows of these of
-    this rank's queries, whatever rows the layer takes."""
+    """Replaces a layer's own mask of all positions (GPT-Neo's), in a ``with`` block, by its rows
+    for this rank's queries, whatever rows the layer takes."""
 
     def __init__(self, layer: nn.Module, shard: Shard, queries: slice) -> None:
         mask = layer._buffers.get("bias")

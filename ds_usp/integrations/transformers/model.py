@@ -296,8 +296,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._restore()
 
     def _restore(self) -> None:
-        self._end_shard()  # of a pass that was interrupted
+        """Undo what was installed, without comparing ranks; nothing where that was done before."""
+        self._end_shard()  # of a pass that was interrupted, as the next two
         self._image_positions.end()
+        self._router_loss.end()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -129,8 +129,8 @@ class SparseLayers:
         name = "sdpa" if implementation == "sdpa" else "eager"
         configs: dict[int, Any] = {}
         for layer in self.layers:
-            owned: Any = layer
-            config = configs.setdefault(id(owned.config), copy.copy(owned.config))
+            of_any: Any = layer  # for the type checker
+            config = configs.setdefault(id(of_any.config), copy.copy(of_any.config))
             config._attn_implementation_internal = name
             self._replaced.set(layer, "config", config)
             forward = partial(type(layer).forward, layer)

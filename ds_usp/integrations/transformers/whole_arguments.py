@@ -258,7 +258,7 @@ class WholeArguments:
             model: its name.
 
         Raises:
-            UnsupportedAttentionError: tensors that are not known to have a value a token.
+            UnsupportedAttentionError: tensors that are not known to have one value for each token.
         """
         arguments = {name: x for name, x in given.items() if x is not None}
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
@@ -267,8 +267,8 @@ class WholeArguments:
         if refused or tokens is None or tuple(tokens.shape[:2]) != (self.size, self.seq_len):
             raise UnsupportedAttentionError(
                 f"{model} hands its text model "
-                f"{', '.join(refused) or 'other tokens than it was given'} beside the embeddings "
-                f"of its tokens, and no rank has all tokens: served are {', '.join(sorted(served))}"
+                f"{', '.join(refused) or 'embeddings of other tokens than it was given'}, and no "
+                f"rank has all tokens: served are {', '.join(sorted(served))}"
             )
         self._check_mask(arguments.get("attention_mask"), model)
         return replace(self, arguments=arguments)
