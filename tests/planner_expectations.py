@@ -58,20 +58,6 @@ def throughput_runs() -> list[tuple[Workload, ParallelConfig, float]]:
     return runs
 
 
-def attention_runs(machine: str) -> list[tuple[Workload, int, dict[tuple[int, int], float]]]:
-    """One layer's attention on 8 GPUs, its batch, and iterations per second of each split."""
-    runs = []
-    for row in rows("usp_attention_it_per_s.csv"):
-        if row["machine"] != machine:
-            continue
-        heads, kv_heads, dim = (int(row[name]) for name in ("heads", "kv_heads", "head_dim"))
-        shape = ModelShape("attention", 1, heads * dim, 4 * heads * dim, heads, kv_heads, 32000)
-        rates = {(u, 8 // u): float(row[f"u{u}_r{8 // u}"]) for u in (8, 4, 2, 1)}
-        work = Workload(shape, int(row["seq_len_k"]) * 1024)
-        runs.append((work, int(row["batch"] or 1), rates))
-    return runs
-
-
 def own_attention_runs(kernel: str) -> list[tuple[Workload, ParallelConfig, float]]:
     """This package on 4 H200, with the seconds of attention forward and backward."""
     runs = []

@@ -254,7 +254,8 @@ def answer_text(answer: Answer, top: int, alone: bool) -> Iterator[object]:
     work, cluster, budget = result.work, result.cluster, result.budget_bytes / GIB
     yield (
         f"{work.model.name}, {work.seq_len:,} tokens, global batch {work.global_batch}, "
-        f"{result.gpus} x {cluster.name} of {budget:.1f} GiB, {result.framework.name}"
+        f"{result.gpus} x {cluster.name}, {budget:.1f} GiB of each to fill, "
+        f"{result.framework.name}"
     )
     if "towers for images or sounds" in work.model.other_facts:
         yield "the text model alone: images and sounds are outside the estimate"

@@ -21,7 +21,6 @@ from ds_usp.planner.parallel_config import ParallelConfig, Workload, exchanges_s
 from ds_usp.planner.pipeline_timeline import Cost, Timeline, simulate
 from ds_usp.planner.traffic import (
     DIRECT,
-    RELAY,
     call_size,
     exchange_s,
     group_of,
@@ -239,27 +238,8 @@ def mean_costs(
 # In the mean over ranks.
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionImpl:
-    """How an implementation runs one attention call.
-
-    Args:
-        relayed_ring: blocks are relayed around the ring from neighbour to neighbour, complete.
-        chunks: head chunks are pipelined, so that exchanges overlap kernels.
-        merge_bytes_per_element: memory traffic of merging one partial output.
-    """
-
-    name: str  # as users call it
-    relayed_ring: bool
-    chunks: bool
-    merge_bytes_per_element: float
-
-
-# One fused pass: out and the partial output read, out written, in fp32.
-DS_USP = AttentionImpl("ds_usp", False, True, 12.0)
-# yunchang 0.6: a dozen passes of elementwise torch in fp32 over three quarters of the rows in the
-# mean (its later chunks see only half of the blocks).
-YUNCHANG = AttentionImpl("yunchang", True, False, 0.75 * 46.0)
+# Bytes of merging one partial output, an element: it and the output read, that written, in fp32.
+_MERGE_BYTES = 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,20 +262,15 @@ class AttentionTime:
 
 
 def attention_s(
-    cluster: Cluster,
-    work: Workload,
-    config: ParallelConfig,
-    *,
-    backward: bool,
-    impl: AttentionImpl = DS_USP,
+    cluster: Cluster, work: Workload, config: ParallelConfig, *, backward: bool
 ) -> AttentionTime:
     """Attention of one layer and one micro batch, in one direction, causal zigzag."""
-    return _attention_s(cluster, work, config.of_attention(), backward, impl)
+    return _attention_s(cluster, work, config.of_attention(), backward)
 
 
 @lru_cache(maxsize=4096)
 def _attention_s(
-    cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool, impl: AttentionImpl
+    cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool
 ) -> AttentionTime:
     """See :func:`attention_s`.
 
@@ -306,7 +281,7 @@ def _attention_s(
     kernel = _kernel_s(cluster, work, config, backward)
     if config.sp == 1:
         return AttentionTime(kernel, 0.0, 0.0)
-    run = simulated_pass(cluster, work, config, backward=backward, impl=impl)
+    run = simulated_pass(cluster, work, config, backward=backward)
     return AttentionTime(kernel, run.merge, max(0.0, run.timeline.total - kernel - run.merge))
 
 
@@ -333,12 +308,7 @@ class SimulatedPass(NamedTuple):
 
 
 def simulated_pass(
-    cluster: Cluster,
-    work: Workload,
-    config: ParallelConfig,
-    *,
-    backward: bool,
-    impl: AttentionImpl = DS_USP,
+    cluster: Cluster, work: Workload, config: ParallelConfig, *, backward: bool
 ) -> SimulatedPass:
     """The schedule that the attention executes, on the cluster's rates.
 
@@ -348,18 +318,18 @@ def simulated_pass(
     heads, kv_heads = _rank_heads(work, config)
     split = HeadSplit(heads * config.ulysses, kv_heads * config.ulysses, config.ulysses)
     size = call_size(work, config, split, inside_node(cluster, group_of(config, "ulysses")))
-    chunks = size.num_chunks() if impl.chunks else 1
+    chunks = size.num_chunks()
     costs, ring_steps = mean_costs(
         heads,
         kv_heads,
         chunks,
         config.ring,
         ulysses=config.ulysses > 1,
-        gather=impl.chunks and size.all_gathers_kv(chunks),
+        gather=size.all_gathers_kv(chunks),
         backward=backward,
         from_shards=backward and exchanges_shards_again(config),
     )
-    traffic = layer_traffic(work, config, impl.relayed_ring)
+    traffic = layer_traffic(work, config)
     # The ranks of a node share its link, and on one of two nodes all are the ring's busiest. Inside
     # a node the mean is closer to what was measured: each rank has links of its own.
     ring_inside = inside_node(cluster, group_of(config, "ring"))
@@ -371,14 +341,13 @@ def simulated_pass(
         backward=backward,
     )
     out_elements = work.rank_tokens(config) * work.model.q_width / config.tp
-    merge_bytes = out_elements * impl.merge_bytes_per_element
-    pattern = RELAY if impl.relayed_ring else DIRECT
+    merge_bytes = out_elements * _MERGE_BYTES
 
     def exchange(kind: str, sent_bytes: float) -> float:
         if kind == "all_to_all":
             return exchange_s(cluster, group_of(config, "ulysses"), sent_bytes, DIRECT)
         # Each step that a step of the schedule stands for is a message.
-        return exchange_s(cluster, group_of(config, "ring"), sent_bytes, pattern, ring_steps)
+        return exchange_s(cluster, group_of(config, "ring"), sent_bytes, DIRECT, ring_steps)
 
     # Packing reads and writes once, also the rank's own slice, which is not sent.
     pack = 2 / (HBM_FRACTION * cluster.hbm_bytes_per_s)

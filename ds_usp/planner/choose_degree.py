@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ds_usp.config import num_ranks_on_node
 from ds_usp.errors import ConfigError
 from ds_usp.planner.answer import answer
-from ds_usp.planner.hardware import CLUSTERS, Cluster, load_cluster
+from ds_usp.planner.hardware import CLUSTERS, OWN_CLUSTER, Cluster, load_cluster
 from ds_usp.planner.parallel_config import FrameworkCaps, ParallelConfig, Workload
 from ds_usp.planner.search import search
 
@@ -63,7 +63,7 @@ def cluster_of(
         raise ConfigError(
             f"--ulysses-degree auto: no built-in cluster has a {device}; there are "
             f"{', '.join(CLUSTERS)}. Name the closest one with --usp-cluster, or a JSON file: "
-            '{"base": "h200", "peak_flop_per_s": ..., "memory_bytes": ...}'
+            f"{OWN_CLUSTER}"
         )
     cluster = load_cluster(name).with_gpus_per_node(gpus_per_node)
     return replace(cluster, memory_bytes=memory_bytes) if memory_bytes else cluster

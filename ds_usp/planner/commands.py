@@ -29,7 +29,7 @@ from ds_usp.planner.arguments import (
     tokens,
     with_settings,
 )
-from ds_usp.planner.diffusion import diffusion_plan
+from ds_usp.planner.diffusion import diffusion_plan, known_heads
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.max_length import all_configs, length_steps, max_lengths
 from ds_usp.planner.memory import memory, stage_memory
@@ -232,6 +232,10 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
 class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
     """how to run a model: one plan that fits, why it, and the lines that run it"""
 
+    # None is what the base class has not: images have no length.
+    seq_len: int | None = flag(  # type: ignore[assignment]
+        f"of one sequence, {TOKENS}; of all but diffusers", None, type=tokens
+    )
     gpus: Gpus = flag("GPUs of all nodes")
     gpus_per_node: Gpus | None = flag("in one node (default: the cluster's)", None)
     global_batch: Sequences | None = flag("sequences of a step (default: 1)", None)
@@ -260,6 +264,10 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
             per_node = min(cluster.gpus_per_node, self.gpus)
             content, text = diffusion_plan(self.model, self.gpus, per_node)
             return Result(content, [content["lines"]] if self.lines else text)
+        if known_heads(self.model):
+            raise ConfigError(f"{self.model} makes images or videos: add --engine diffusers")
+        if self.seq_len is None:
+            raise ConfigError("--seq-len is missing: the tokens of one sequence, as 128K")
         model = load_model(self.model)
         work = Workload(model, self.seq_len, self.global_batch or 1, self.documents or ())
         if self.memory_gib is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import fill
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,11 @@ _HEADS: Mapping[str, int] = MappingProxyType(
 )
 
 
+def known_heads(model: str) -> int | None:
+    """Return the attention heads of a known repository; None of another one."""
+    return _HEADS.get(model.strip().lower().rpartition("/")[2])
+
+
 def heads_of(model: str) -> int:
     """Attention heads of a diffusion transformer: a known repository, or its config.json.
 
@@ -42,8 +48,7 @@ def heads_of(model: str) -> int:
         if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
             raise ConfigError(f"{path} has no num_attention_heads: give transformer/config.json")
         return heads
-    known = _HEADS.get(model.strip().lower().rpartition("/")[2])
-    if known:
+    if known := known_heads(model):
         return known
     if built_in(model):
         raise ConfigError(f"{model} is a model of text: leave --engine diffusers out")
@@ -64,7 +69,7 @@ def diffusion_plan(
     content |= {"ring": ring, "why": [why], "lines": diffusers(gpus, ulysses)}
     text = (
         f"take    Ulysses {ulysses} x ring {ring}",
-        f"why     {why}",
+        fill(f"why     {why}", 100, subsequent_indent=10 * " "),
         "step    outside the estimate, and so is memory: both are of models of text",
         f"\n{content['lines']}",
     )

@@ -22,6 +22,8 @@ from ds_usp.planner.arguments import (
     violations,
 )
 
+# A file of a cluster that is not built in, for messages.
+OWN_CLUSTER = '{"base": "h200", "peak_flop_per_s": ..., "memory_bytes": ...}'
 ORIGINS = ("datasheet", "measured", "assumed", "given")
 HBM_FRACTION = 0.8  # of the memory bandwidth that elementwise kernels and copies reach
 Curve = tuple[tuple[float, float], ...]
@@ -191,7 +193,8 @@ def load_cluster(requested: str) -> Cluster:
         return _cluster(name, CLUSTERS[name], "the built-in table")
     if not requested.endswith(".json"):
         raise ConfigError(
-            f"no cluster {requested!r}; there are {', '.join(CLUSTERS)}. Or give a JSON file"
+            f"no cluster {requested!r}; there are {', '.join(CLUSTERS)}. Or give a JSON file of "
+            f"the closest one and of the numbers that differ: {OWN_CLUSTER}"
         )
     content = read_json(Path(requested), "cluster")
     if not isinstance(content, Mapping):

@@ -396,7 +396,9 @@ def load_model(name: str) -> ModelShape:
         own = name.strip().lower().rpartition("/")[2]
         near = get_close_matches(own, [*MODELS, *_ALIASES], n=3, cutoff=0.7)
         names = dict.fromkeys(_ALIASES.get(each, each) for each in near)
-        meant = f"did you mean {' or '.join(names)}?" if near else f"there are {', '.join(MODELS)}."
+        meant = f"there are {', '.join(MODELS)}."
+        if near or "/" in name:  # a repository of the hub: no name in a list is its model
+            meant = f"did you mean {' or '.join(names)}?" if near else "its shape is not built in."
         raise ConfigError(
             f"no model {name!r}; {meant} Any other is planned by its config.json: hf download "
             f"{name if '/' in name else 'ID'} config.json, then --model with the path it prints"
@@ -648,7 +650,8 @@ def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> M
     if experts and entry.get("model_type") not in list(_EXPERT_WIDTH):
         raise ConfigError(
             f"{path}: {experts[0]}={entry[experts[0]]}: experts are planned of model_type "
-            f"{', '.join(_EXPERT_WIDTH)}"
+            f"{', '.join(_EXPERT_WIDTH)}. Of others memory and time are outside the estimate; "
+            "their degrees are those of the rule (docs/which-degrees.md)"
         )
     if kind is None or kind in list(_ARCHITECTURES):  # a list: it may be no text
         return _ARCHITECTURES[kind] if kind is not None else MappingProxyType({})

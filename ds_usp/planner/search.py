@@ -452,7 +452,7 @@ PREFERENCES = (
     "the one with fewer GPUs a sequence",
     "the one with less of a pipeline",
     "the one with less tensor parallelism",
-    "that of the rule's degrees",
+    "the one with the rule's degrees",
     "the one that recomputes less",
     "the one that offloads a little less",
     "the one with the whole loss",

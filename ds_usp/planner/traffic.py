@@ -189,7 +189,7 @@ class LayerBytes:
     halo: float = 0.0
 
 
-def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False) -> LayerBytes:
+def layer_traffic(work: Workload, config: ParallelConfig) -> LayerBytes:
     """Bytes that a rank sends in one layer for one micro batch, mean over ranks, in closed form:
     for lengths and heads that divide. In elements, each times e bytes:
 
@@ -201,10 +201,6 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
       ``3/4 (r-1)/r 2 x k'/(u t)``; backward twice, for keys and values and for their gradients. Of
       a window the tokens that the ring's schedules send.
     * states and halo of a layer that carries a state: :func:`chain_traffic`, whatever the tokens.
-
-    Args:
-        relayed: every block goes around the whole ring from neighbour to neighbour instead:
-            without the factor 3/4.
     """
     model, e, t = work.model, config.param_bytes, config.tp
     x = config.micro_batch * work.seq_len
@@ -214,8 +210,8 @@ def layer_traffic(work: Workload, config: ParallelConfig, relayed: bool = False)
     ulysses = (u - 1) / u * x / config.sp * (2 * q + 2 * kv) * e
     # The last rank's both chunks are seen by all ranks, of the first rank's only the front one.
     busiest = (r - 1) / r * work.seq_len
-    sent = (1.0 if relayed else 0.75) * busiest
-    if model.window and not relayed:
+    sent = 0.75 * busiest
+    if model.window:
         tokens = TokenLayout("zigzag", work.seq_len, 1, r)
         every = [_ring_tokens(tokens, layer_mask(model), rank).sent for rank in range(r)]
         sent, busiest = sum(every) / r, float(max(every))

@@ -478,7 +478,9 @@ REFUSED = {
     f"{P128} --engine megatron-lm --recompute gemm-last": "has no recompute gemm-last",
     f"{P128} --zero 0 --engine trainer": "trainer has no ZeRO-0",
     f"{P128} --engine diffusers": "llama3-8b is a model of text",
-    "plan --model sd --seq-len 4096 --gpus 2 --engine diffusers": "no diffusion transformer 'sd'",
+    "plan --model black-forest-labs/FLUX.1-dev --seq-len 8K --gpus 4": "add --engine diffusers",
+    "plan --model 7b --gpus 8": "--seq-len is missing",
+    "plan --model sd --gpus 2 --engine diffusers": "no diffusion transformer 'sd'",
     f"{LONG} --tp 2": "transformers has no --tp and no --pp",
     # Layers that transformers alone runs.
     "plan --model qwen3-next --seq-len 8K --gpus 8 --engine megatron-lm": "not for megatron-lm",

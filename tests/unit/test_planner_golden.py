@@ -10,7 +10,6 @@ from statistics import fmean
 import pytest
 from planner_expectations import (
     RESULTS,
-    attention_runs,
     memory_runs,
     own_attention_runs,
     own_trainer_runs,
@@ -19,7 +18,7 @@ from planner_expectations import (
     throughput_runs,
 )
 
-from ds_usp.planner.attention_time import YUNCHANG, attention_s
+from ds_usp.planner.attention_time import attention_s
 from ds_usp.planner.formulas import model_flop_per_token
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.memory import memory, stage_memory
@@ -124,23 +123,6 @@ def test_llama3_on_two_nodes_from_formulas_alone():
     text = stated(f"MFU of {len(every)} LLAMA3-8B runs")
     assert f"| {100 * fmean(every):.0f} % mean, {100 * max(every):.0f} % at" in text
     assert f"from 120K tokens on {100 * fmean(long):.0f} % mean" in text
-
-
-def test_the_best_pair_of_degrees_on_pcie():
-    cluster, right = load_cluster("l20"), 0
-    for work, batch, rates in attention_runs("8xL20-PCIe"):
-        times = {
-            (u, r): attention_s(
-                cluster,
-                work,
-                ParallelConfig(ulysses=u, ring=r, micro_batch=batch),
-                backward=False,
-                impl=YUNCHANG,
-            ).total
-            for u, r in rates
-        }
-        right += min(times, key=lambda pair: times[pair]) == max(rates, key=lambda p: rates[p])
-    assert right >= 3
 
 
 def test_own_attention_on_h200():
