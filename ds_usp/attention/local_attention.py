@@ -275,7 +275,7 @@ _DETECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingP
 # silently wrong. None passes, as in torch.
 
 
-class FrameworkArguments:
+class FrameworkArgumentChecks:
     """Refuses every argument that would change the result; accepts those that agree with the
     ring."""
 

@@ -13,7 +13,7 @@ from ds_usp.attention.custom_ops import graph_break, traced_attention
 from ds_usp.attention.functional import UnifiedAttention, cast_by_autocast, head_exchange
 from ds_usp.attention.local_attention import (
     NO_ARGUMENTS,
-    FrameworkArguments,
+    FrameworkArgumentChecks,
     LocalAttention,
     check_callable,
     check_overrides,
@@ -195,7 +195,7 @@ class USPAttention(torch.nn.Module):
                 "sequence_process_group, ulysses_degree and order out"
             )
 
-        def check() -> tuple[Signature, FrameworkArguments | None]:
+        def check() -> tuple[Signature, FrameworkArgumentChecks | None]:
             """Check the module's options, which each call compares; with a ring returns what will
             check the arguments that frameworks give a call."""
             check_dims(scatter_idx, gather_idx)
@@ -207,7 +207,7 @@ class USPAttention(torch.nn.Module):
             if mesh.ring_degree == 1:
                 check_callable(local_attention)
                 return Signature(("a USPAttention",)), None
-            return Signature(("a USPAttention",)), FrameworkArguments(
+            return Signature(("a USPAttention",)), FrameworkArgumentChecks(
                 self._resolve_local_attention(), mesh.readings
             )
 
@@ -421,12 +421,12 @@ class USPAttention(torch.nn.Module):
         detected = detect_local_attention(self.local_attn)
         return resolve_ring_attention(self.local_attn, detected, *self._overrides)
 
-    def _with_documents(self, documents: Any) -> FrameworkArguments:
+    def _with_documents(self, documents: Any) -> FrameworkArgumentChecks:
         """The ring's attention with these documents in its mask."""
         known = self._framework
         attention = known.attention if known else self._resolve_local_attention()
         mask = replace(attention.mask, documents=documents)
-        return FrameworkArguments(replace(attention, mask=mask), self.mesh.readings)
+        return FrameworkArgumentChecks(replace(attention, mask=mask), self.mesh.readings)
 
     def _options(self, attention: LocalAttention, device: torch.device) -> AttentionOptions:
         training = getattr(self.local_attn, "training", self.training)

@@ -102,7 +102,7 @@ class SharedNumbers:
             is_known = type(x) in _PLAIN_TENSORS and not x.is_meta
             # Replays of a CUDA graph compare nothing.
             if is_known and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                parts.append(_few_bits(x))
+                parts.append(_compared_bytes(x))
                 self.is_on_gpu = x.is_cuda
             self._ends.append(sum([part.numel() for part in parts]))
         self.names = tuple(names)
@@ -154,7 +154,7 @@ def _name_of(name: str, dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{NUMBERS_FIELD}{dtype} {name} {'x'.join(map(str, shape))}"
 
 
-def _few_bits(x: torch.Tensor) -> torch.Tensor:
+def _compared_bytes(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes, or those of at most 1,024 sums that one changed element changes."""
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()

@@ -25,7 +25,7 @@ import ds_usp
 from ds_usp import MaskSpec
 from ds_usp import testing as oracle
 from ds_usp.attention import tuning
-from ds_usp.attention.local_attention import FrameworkArguments, LocalAttention
+from ds_usp.attention.local_attention import FrameworkArgumentChecks, LocalAttention
 from ds_usp.attention.plan import AttentionOptions, plan_call
 from ds_usp.comm.readings import Readings
 from ds_usp.geometry.chunking import chunk_positions
@@ -418,7 +418,9 @@ def test_the_drop_in_crosses_sequences(pool, ulysses):
 
 
 def test_a_frameworks_mask_is_compared_with_the_prefix():
-    framework = FrameworkArguments(LocalAttention(MaskSpec.prefix_lm(5), None, 0.0), Readings())
+    framework = FrameworkArgumentChecks(
+        LocalAttention(MaskSpec.prefix_lm(5), None, 0.0), Readings()
+    )
     shown = oracle.causal(range(8), range(8))
     shown[:, :5] = True
     accepted = framework.check(8, 16, (shown,), {"is_causal": False})

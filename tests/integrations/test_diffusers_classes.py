@@ -15,7 +15,7 @@ from test_diffusers import alone, computed_again, on_the_mesh
 
 import ds_usp
 from ds_usp.integrations.diffusers import enable
-from ds_usp.integrations.diffusers.plans_of_diffusers import plan_of_diffusers
+from ds_usp.integrations.diffusers.derived_plans import plan_of_diffusers
 
 WORLD = 6
 # Ulysses, ring, and how many meshes compute the same batch.

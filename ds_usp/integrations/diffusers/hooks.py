@@ -20,6 +20,7 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError, USPError
 from ds_usp.integrations.diffusers.branches import BranchCalls, Branches, WaitingCall
 from ds_usp.integrations.diffusers.caches import CACHES, FOLLOWERS, Caches, hooks_of
+from ds_usp.integrations.diffusers.derived_plans import NO_PLAN, DerivedPlan, check_first_pass
 from ds_usp.integrations.diffusers.graphs import (
     ForwardGraphs,
     Mode,
@@ -36,7 +37,6 @@ from ds_usp.integrations.diffusers.plans import (
     modules_at,
     parameters_of,
 )
-from ds_usp.integrations.diffusers.plans_of_diffusers import NO_PLAN, DerivedPlan, check_first_pass
 from ds_usp.integrations.diffusers.processor import check_backend_of, check_processor, sharded
 from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import ValuesComparison, same_on_all_ranks

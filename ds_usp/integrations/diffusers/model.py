@@ -14,6 +14,7 @@ from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.diffusers.branches import branches_of, degrees_of_branch
+from ds_usp.integrations.diffusers.derived_plans import plan_of_diffusers
 from ds_usp.integrations.diffusers.graphs import check_graphs, check_modules
 from ds_usp.integrations.diffusers.hooks import (
     ShardedTransformer,
@@ -23,7 +24,6 @@ from ds_usp.integrations.diffusers.hooks import (
 )
 from ds_usp.integrations.diffusers.pass_state import Options
 from ds_usp.integrations.diffusers.plans import PLANS, WITHOUT_PLAN, Plan
-from ds_usp.integrations.diffusers.plans_of_diffusers import plan_of_diffusers
 from ds_usp.integrations.model_comparison import ModelComparison
 from ds_usp.integrations.replicas import Reduction
 from ds_usp.kernels.registry import AUTO
