@@ -95,10 +95,10 @@ def _help() -> str:
 
 def _unknown(command: str) -> str:
     """The error's line for an unknown command, with the closest known one."""
-    known = [*_COMMANDS, *_PLANNER]
-    near = get_close_matches(command, known, n=1, cutoff=0.5)
+    commands = [*_COMMANDS, *_PLANNER]
+    near = get_close_matches(command, commands, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"error: unknown command {command!r}{hint}; there are {', '.join(known)}"
+    return f"error: unknown command {command!r}{hint}; there are {', '.join(commands)}"
 
 
 if __name__ == "__main__":

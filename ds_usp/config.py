@@ -47,10 +47,10 @@ class USPConfig:
 
     def __post_init__(self) -> None:
         Degrees(sp=self.sp_degree, ulysses=self.ulysses_degree).check(Degrees.FLAGS)
-        for name, known in (("layout", KINDS), ("order", ORDERS)):
-            if getattr(self, name) not in known:
+        for name, choices in (("layout", KINDS), ("order", ORDERS)):
+            if getattr(self, name) not in choices:
                 raise ConfigError(
-                    f"unknown {name} {getattr(self, name)!r}; there are {', '.join(known)}"
+                    f"unknown {name} {getattr(self, name)!r}; there are {', '.join(choices)}"
                 )
 
     @property
@@ -139,8 +139,8 @@ def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
 def free_memory() -> float:
     """Bytes of host memory that this process and its ranks can still take: of the machine, and of
     the container's limit; or USP_HOST_MEMORY_GIB. Infinite where nothing is known."""
-    if given := os.environ.get("USP_HOST_MEMORY_GIB"):
-        return float(given) * 2**30
+    if limit_gib := os.environ.get("USP_HOST_MEMORY_GIB"):
+        return float(limit_gib) * 2**30
     free = [math.inf]
     with suppress(OSError):
         text = Path("/proc/meminfo").read_text()
@@ -196,15 +196,15 @@ def allocator_variables(
         The variable and its value; empty where there is nothing to add.
     """
     header = _installed_header() if torch_header is None else torch_header
-    known = set(re.findall(r"\w+", header))
-    given = [name for name in _VARIABLES if name in known and name in environment]
-    variable = given[0] if given else _VARIABLES[0]
+    header_names = set(re.findall(r"\w+", header))
+    set_variables = [name for name in _VARIABLES if name in header_names and name in environment]
+    variable = set_variables[0] if set_variables else _VARIABLES[0]
     text = environment.get(variable, "").strip(" ,")
     # Names stand before a colon; the intervals of roundup_power2_divisions are numbers.
     named = set(re.findall(r"([A-Za-z]\w*)\s*:", text))
     grows = expandable_segments and "backend" not in named  # other allocators have no segments
     options = (*_PINNED, *_SEGMENTS) if grows else _PINNED
-    added = [f"{name}:{value}" for name, value in options if name in known - named]
+    added = [f"{name}:{value}" for name, value in options if name in header_names - named]
     return {variable: ",".join(filter(None, [text, *added]))} if added else {}
 
 

@@ -191,6 +191,6 @@ def with_globals(function: FunctionType, names: dict[str, Any], *closure: Any) -
     """The same code with other globals, which are not copied: those of a module stay its own; the
     closure's cells too, where they are given."""
     cells = closure or function.__closure__
-    same = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
-    same.__kwdefaults__ = function.__kwdefaults__
-    return same
+    clone = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    clone.__kwdefaults__ = function.__kwdefaults__
+    return clone

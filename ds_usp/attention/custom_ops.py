@@ -375,13 +375,13 @@ def _(*args: Any) -> list[torch.Tensor]:
     """
     q, k, v, sinks, _, _, *values = args
     # By name, as symbols: rebuilt, a call would guard all its numbers.
-    given = _by_name(values)
-    needs_backward = given["requires_grad"] or given["sinks_require_grad"]
-    mesh, (batch, tokens, heads, _) = MESH_REGISTRY.lookup(given["mesh"]), q.shape
+    call_values = _by_name(values)
+    needs_backward = call_values["requires_grad"] or call_values["sinks_require_grad"]
+    mesh, (batch, tokens, heads, _) = MESH_REGISTRY.lookup(call_values["mesh"]), q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     results = [q.new_empty(batch, tokens, heads, v.shape[3])]
     local_heads = mesh.ulysses_degree == 1
-    if given["return_lse"] or (local_heads and needs_backward):
+    if call_values["return_lse"] or (local_heads and needs_backward):
         results.append(q.new_empty(batch, heads, tokens, dtype=lse_dtype))
     if not needs_backward:
         return results
@@ -460,8 +460,8 @@ def _(
     *values: Any,
 ) -> list[torch.Tensor]:
     grads = [dout.new_empty(shape) for shape in _qkv_shapes(dout, saved, kv_length, kv_heads)]
-    given = _by_name(values)
-    if sinks is not None and given["sinks_require_grad"]:
+    call_values = _by_name(values)
+    if sinks is not None and call_values["sinks_require_grad"]:
         grads.append(sinks.new_empty(sinks.shape))
     return grads
 
@@ -508,19 +508,19 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
     never leaves the op. So gradients are not materialized: each chunk would get zeros of its size.
     """
     q, k, v, sinks, _, seq_lens, *ctx.values = inputs
-    given = _by_name(ctx.values)
+    call_values = _by_name(ctx.values)
     ctx.keys = k.shape[1], k.shape[2]
-    if MESH_REGISTRY.lookup(given["mesh"]).ulysses_degree == 1:
+    if MESH_REGISTRY.lookup(call_values["mesh"]).ulysses_degree == 1:
         saved = (q, k, v, *output)
     else:
-        saved = tuple(output[2 if given["return_lse"] else 1 :])
+        saved = tuple(output[2 if call_values["return_lse"] else 1 :])
     ctx.save_for_backward(sinks, seq_lens, *saved)
     ctx.set_materialize_grads(False)
 
 
 def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, ...]:
-    given = _by_name(ctx.values)
-    consistency = MESH_REGISTRY.lookup(given["mesh"]).consistency
+    call_values = _by_name(ctx.values)
+    consistency = MESH_REGISTRY.lookup(call_values["mesh"]).consistency
     with consistency.raising_everywhere():
         sinks, seq_lens, *saved = ctx.saved_tensors
     dq, dk, dv, *dsinks = attention_backward(

@@ -312,8 +312,8 @@ def _attend(
     if sinks:
         options = options._replace(scores=replace(options.scores, sinks=sinks[0]))
     check = partial(plan_call, q, k, v, options, recomputed=recomputed)
-    alike = {"sinks": sinks[0]} if sinks else None
-    plan = check_on_all_ranks(options.mesh, check, q, options.layout, alike)
+    shared_tensors = {"sinks": sinks[0]} if sinks else None
+    plan = check_on_all_ranks(options.mesh, check, q, options.layout, shared_tensors)
     grad_enabled = torch.is_grad_enabled()
     out, lse = UnifiedAttention.apply(options.mesh, plan, grad_enabled, *inputs)
     return (out, lse) if options.return_lse else (out,)

@@ -103,8 +103,8 @@ def resolve_ring_attention(
         # A causal mask would be refused next where an attribute contradicts it.
         causal = all(getattr(module, name, True) is not False for name in _CAUSAL)
         kind = "causal" if causal else "full"
-        given = {f"mask=MaskSpec.{kind}()": mask, "dropout_p=0.0": dropout_p}
-        missing = [example for example, value in given.items() if value is None]
+        value_of_example = {f"mask=MaskSpec.{kind}()": mask, "dropout_p=0.0": dropout_p}
+        missing = [example for example, value in value_of_example.items() if value is None]
         raise UnsupportedAttentionError(
             f"with a ring the attention of {type(module).__name__} must be known, and it is no "
             "class whose attributes can be read. Give what it computes too, for example "
@@ -342,11 +342,11 @@ class FrameworkArgumentChecks:
         if self.attention.mask.documents:  # the dense mask would have to contain them
             return False
         rows = max(1, _COMPARE_BLOCK // seq_len)  # row blocks: masks are large
-        same = [
+        blocks_agree = [
             self._is_per_row(mask[..., start : start + rows, :], start)
             for start in range(0, seq_len, rows)
         ]
-        return bool(torch.stack(same).all())  # waits for a GPU once
+        return bool(torch.stack(blocks_agree).all())  # waits for a GPU once
 
     def _is_per_row(self, mask: torch.Tensor, start: int) -> torch.Tensor:
         """Whether rows of a dense mask ``[..., rows, tokens]``, bool or additive, from global

@@ -321,8 +321,10 @@ class USPAttention(torch.nn.Module):
         """Return all that decides what a call computes; a module that is made anew has the same."""
         dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
         names = "_overrides", "_layout", "_names_layout", "_batch_dim_required"
-        own = {name: getattr(self, name) for name in (*names, "gather_idx", "kernel", "tuning")}
-        return own | {
+        settings = {
+            name: getattr(self, name) for name in (*names, "gather_idx", "kernel", "tuning")
+        }
+        return settings | {
             "local_attn": self.local_attn,
             "mesh": same_ranks(self.mesh),
             "batch_dim_idx": dim,
@@ -334,17 +336,17 @@ class USPAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Check a call on all ranks, then compute it, in the order of dims of the query."""
 
-        alike: dict[str, torch.Tensor] = {}
+        shared_tensors: dict[str, torch.Tensor] = {}
 
         def check() -> tuple[Signature, DropInPlan]:
             signature, plan = self._plan(query, key, value, arguments)
             sinks = None if plan.attention is None else plan.attention.sinks(query.device)
-            alike.update({} if sinks is None else {"sinks": sinks})
+            shared_tensors.update({} if sinks is None else {"sinks": sinks})
             if arguments.rotary is not None:
-                alike["cos"], alike["sin"] = arguments.rotary
+                shared_tensors["cos"], shared_tensors["sin"] = arguments.rotary
             return signature, plan
 
-        plan = check_on_all_ranks(self.mesh, check, query, self._layout, alike)
+        plan = check_on_all_ranks(self.mesh, check, query, self._layout, shared_tensors)
         call = self.mesh.consistency.number
         q, k, v = (x.transpose(0, 1) if plan.batch_second else x for x in (query, key, value))
         if isinstance(plan.call, ChunkExchanges):
@@ -423,8 +425,8 @@ class USPAttention(torch.nn.Module):
 
     def _with_documents(self, documents: Any) -> FrameworkArgumentChecks:
         """The ring's attention with these documents in its mask."""
-        known = self._framework
-        attention = known.attention if known else self._resolve_local_attention()
+        checks = self._framework
+        attention = checks.attention if checks else self._resolve_local_attention()
         mask = replace(attention.mask, documents=documents)
         return FrameworkArgumentChecks(replace(attention, mask=mask), self.mesh.readings)
 
@@ -504,10 +506,10 @@ def _check_rotary(rotary: Sequence[torch.Tensor], seq_len: int, head_dim: int) -
     sequence."""
     shape: Any = getattr(rotary, "shape", None)  # not a pair, but a tensor of something else
     if shape is not None or len(rotary) != 2:
-        given = len(rotary) if shape is None else list(shape)
+        size = len(rotary) if shape is None else list(shape)
         raise ConfigError(
             "the argument behind batch_dim_idx is rotary_pos_emb, cos and sin (as in DeepSpeed), "
-            f"and got {type(rotary).__name__} {given}. Give what the local attention takes, such "
+            f"and got {type(rotary).__name__} {size}. Give what the local attention takes, such "
             "as a mask, behind it, attn(q, k, v, 0, None, mask), or by name"
         )
     cos, sin = rotary

@@ -277,16 +277,16 @@ def plan_call(
     Args:
         recomputed: q, k and v are computed again for backward, as under ``keep_attention``.
     """
-    given: tuple[object, ...] = q, k, v
+    tensors: tuple[object, ...] = q, k, v
     if not (
-        isinstance(given[0], torch.Tensor)
-        and isinstance(given[1], torch.Tensor)
-        and isinstance(given[2], torch.Tensor)
+        isinstance(tensors[0], torch.Tensor)
+        and isinstance(tensors[1], torch.Tensor)
+        and isinstance(tensors[2], torch.Tensor)
         and q.layout is k.layout is v.layout is torch.strided
         and not (q.is_nested or k.is_nested or v.is_nested)
     ):
-        kinds = [type(x).__name__ for x in given]
-        for i, x in enumerate(given):
+        kinds = [type(x).__name__ for x in tensors]
+        for i, x in enumerate(tensors):
             if isinstance(x, torch.Tensor) and (x.is_nested or x.layout is not torch.strided):
                 kinds[i] += " nested" if x.is_nested else f" {x.layout}"
         names = ", ".join(kinds)

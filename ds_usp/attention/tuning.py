@@ -72,8 +72,8 @@ class Tuning:
         for name, words in (("gather", ("auto",)), ("copies", ("auto", "flashinfer"))):
             value = getattr(self, name)
             if value not in words and not isinstance(value, bool):
-                known = ", ".join(map(repr, words))
-                raise ConfigError(f"{name}={value!r} must be {known}, True or False")
+                allowed_words = ", ".join(map(repr, words))
+                raise ConfigError(f"{name}={value!r} must be {allowed_words}, True or False")
 
     def resolve(
         self,

@@ -221,8 +221,8 @@ def check_layout(
 
 def no_mask_error(mask: object) -> ConfigError:
     """Make the error about a mask that is no :class:`MaskSpec`; it shows a tensor by its shape."""
-    given = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
-    return ConfigError(f"mask={given} must be a MaskSpec: {MASKS}")
+    mask_text = f"a tensor {list(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(mask)
+    return ConfigError(f"mask={mask_text} must be a MaskSpec: {MASKS}")
 
 
 def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:

@@ -119,9 +119,9 @@ def _system() -> dict[str, Any]:
     """Return what ``torch.utils.collect_env`` knows, without its pages on CPU and packages."""
     from torch.utils import collect_env
 
-    known = collect_env.get_env_info()._asdict()
+    system_info = collect_env.get_env_info()._asdict()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    facts = {name: value for name, value in known.items() if value and name not in _LONG}
+    facts = {name: value for name, value in system_info.items() if value and name not in _LONG}
     cpus = f"{cores} of {os.cpu_count()} may be used"
     return {"python": sys.executable, **facts, "cpus": cpus}
 

@@ -418,11 +418,11 @@ def _errors(
         if name in _ROW_DIM:
             expected, alone = (x.index_select(_ROW_DIM[name], rows) for x in (expected, alone))
         least = min_norm if name in ("dq", "dk") else 0.0
-        error, own = (
+        error, error_alone = (
             oracle.relative_error(x, expected, least) if x.shape == expected.shape else math.inf
             for x in (result, alone)
         )
-        errors.append(TensorErrors(name, error, own))
+        errors.append(TensorErrors(name, error, error_alone))
     return errors
 
 

@@ -235,9 +235,9 @@ class GroupTransport:
                 time.sleep(min(max(0.1 * waited_s, _MIN_POLL_S), _MAX_POLL_S))
             work.wait()
         except RuntimeError as error:
-            what = "has ended, cannot be reached, or has made no call"
+            failure = "has ended, cannot be reached, or has made no call"
             rank = f"while rank {self._group.rank()} waited {waited_s:.1f} s"
-            raise MeshError(f"another rank of the mesh {what}, {rank}: {error}") from None
+            raise MeshError(f"another rank of the mesh {failure}, {rank}: {error}") from None
         finally:
             ended.set()
         return received
@@ -513,8 +513,8 @@ class ConsistencyChecker:
         """Declare in the place of the next comparison that an error takes this rank out of a pass,
         without waiting; nothing if all ranks raise, by the last comparison."""
         with self._lock:
-            known = self.ranks_know or self._has_left or self._failure is not None
-            if self._transport is None or known:
+            already_known = self.ranks_know or self._has_left or self._failure is not None
+            if self._transport is None or already_known:
                 return
             reason = "" if error is None else f": {type(error).__name__}: {error}"
             signature = Signature((f"it has left a forward pass of {name}{reason}",))

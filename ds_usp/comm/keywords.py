@@ -55,23 +55,23 @@ def explain_keywords(call: FunctionT) -> FunctionT:
 
 
 def keyword_error(
-    call: Callable[..., object], args: Sequence[object], given: Mapping[str, object]
+    call: Callable[..., object], args: Sequence[object], keywords: Mapping[str, object]
 ) -> ConfigError | None:
     """Return the error of a call whose keywords are wrong; None if Python says it as well, or if
     nothing is wrong."""
     signature, name = inspect.signature(call), call.__qualname__.removesuffix(".__init__")
-    known = [key for key in signature.parameters if key != "self"]
-    unknown = [key for key in given if key not in known]
+    accepted = [key for key in signature.parameters if key != "self"]
+    unknown = [key for key in keywords if key not in accepted]
     if unknown:
-        near = get_close_matches(unknown[0], known, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        near = get_close_matches(unknown[0], accepted, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(accepted)}"
         return ConfigError(f"{name} has no argument {unknown[0]!r}; {meant}")
     try:
-        bound = signature.bind_partial(*args, **given).arguments
+        bound = signature.bind_partial(*args, **keywords).arguments
     except TypeError:
         return None
     empty, parameters = inspect.Parameter.empty, signature.parameters
-    missing = [key for key in known if key not in bound and parameters[key].default is empty]
+    missing = [key for key in accepted if key not in bound and parameters[key].default is empty]
     if not missing or any(key not in _REQUIRED for key in missing):
         return None
     return ConfigError(f"{name} needs " + "; ".join(f"{key}=: {_REQUIRED[key]}" for key in missing))

@@ -137,9 +137,9 @@ def group_of_device_mesh(
             "ranks"
         )
     groups = [device_mesh.get_group(name) for name in names]
-    known = _meshes_over(groups[0]).get(groups[1])  # another group over them would stay open
-    if known is not None and known.sp_group is not None:
-        return known.sp_group, degree, mesh_order
+    open_mesh = _meshes_over(groups[0]).get(groups[1])  # another group over them would stay open
+    if open_mesh is not None and open_mesh.sp_group is not None:
+        return open_mesh.sp_group, degree, mesh_order
     for group in groups:  # first along one axis, then along the other: then all ranks are even
         align_group_counters(group)
     sp_group = subgroup(groups[0], ranks) if min(device_mesh.shape) > 1 else None
@@ -433,8 +433,8 @@ class SequenceMesh:
         ranks = grid.group_of(dist.get_rank(), "ulysses", "ring")
         world, key = cast(dist.ProcessGroup, dist.group.WORLD), f"grid {grid}"
         check_same(world, key)
-        known = _meshes_over(world).get(key)
-        group = None if known is None else known.sp_group
+        open_mesh = _meshes_over(world).get(key)
+        group = None if open_mesh is None else open_mesh.sp_group
         if group is None:
             align_group_counters(world)
             group = new_local_group(ranks, timeout=timeout_of(world))

@@ -91,8 +91,8 @@ class Readings:
 
     def _model_of(self, layer: nn.Module) -> nn.Module:
         """The module that runs the layers: two models may be given one tensor in turn."""
-        known = self._models.get(layer)
-        model = None if known is None else known()
+        model_reference = self._models.get(layer)
+        model = None if model_reference is None else model_reference()
         if model is None:
             outer = list(calling_modules())
             model = next((x for x in outer[1:] if _has_several(x, type(layer))), outer[-1])
@@ -184,7 +184,7 @@ class _Record:
         knows."""
         if not self.is_of(tensors) or self._versions != [version_of(x) for x in tensors]:
             return False
-        return all(torch.equal(tensors[i], held) for i, held in self.contents.items())
+        return all(torch.equal(tensors[i], content) for i, content in self.contents.items())
 
     def has_read_for(self, layer: nn.Module | None) -> bool:
         return id(layer) in self._layers
@@ -196,6 +196,6 @@ class _Record:
 
 
 def _index_of(layer: nn.Module) -> int | None:
-    own = vars(layer)
-    index = own.get("layer_idx", own.get("layer_number"))
+    attributes = vars(layer)
+    index = attributes.get("layer_idx", attributes.get("layer_number"))
     return index if isinstance(index, int) else None

@@ -122,14 +122,14 @@ class ShmMailbox:
         Raises:
             MeshError: a rank has ended, has posted nothing in time, or has aborted itself.
         """
-        memory, own, records = self._memory, self._posted[seq % _SLOTS], list[bytes]()
+        memory, own_record, records = self._memory, self._posted[seq % _SLOTS], list[bytes]()
         start = next_look = warn_at = 0.0
         for rank, offset in enumerate(self._offsets[seq % _SLOTS]):
             # Ranks mostly agree, and equal bytes need no parsing. Header and checksum are compared
             # too: a record that is half written differs. It is parsed if it was there before the
             # comparison: one that comes after it is compared first.
             written = 0
-            while memory[offset : offset + len(own)] != own:
+            while memory[offset : offset + len(own_record)] != own_record:
                 if written == seq and (data := self.read(seq, rank)) is not None:
                     records.append(data)
                     break
@@ -147,7 +147,7 @@ class ShmMailbox:
                 time.sleep(min(max(0.1 * (now - start), _MIN_POLL_S), _MAX_POLL_S))
                 written = _HEADER.unpack(memory[offset : offset + _HEADER.size])[0]
             else:
-                records.append(own[_HEADER.size :])
+                records.append(own_record[_HEADER.size :])
         if any(memory[self._abort_flags : self._abort_flags + self.ranks]):
             self._check_abort_flags()
         return records
@@ -160,9 +160,9 @@ class ShmMailbox:
         # A rank that has ended may have posted it as the last that it did.
         dead = [x for x in late if self._owner_is_dead(x) and self.read(seq, x) is None]
         if dead or (late and waited_s > self.timeout_s):
-            what = "has ended" if dead else "has made no call"
+            failure = "has ended" if dead else "has made no call"
             raise MeshError(
-                f"{name_ranks(dead or late)} of the sequence-parallel group {what}, while rank "
+                f"{name_ranks(dead or late)} of the sequence-parallel group {failure}, while rank "
                 f"{self.rank} waited for it for {waited_s:.1f} s"
             )
         self._check_abort_flags()

@@ -358,21 +358,21 @@ class UniformAllToAll:
             channel, staging = self._acquire_slot(outs[0], sizes.in_order)
         tensors = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
         dense = [x for x in tensors if x is not None]
-        where = self._rank, self._slices, self._heads
+        geometry = self._rank, self._slices, self._heads
         out_strides = strided(outs)
         # A sum that is still partial results is summed into the buffer: written once, not twice.
         if len(dense) < len(tensors):
-            own = [x[self._rank] for x in self._by_rank(outs)]
-            tensors_to_send = list(map(SendTensor, map(one_piece, sources), own))
+            own_outs = [x[self._rank] for x in self._by_rank(outs)]
+            tensors_to_send = list(map(SendTensor, map(one_piece, sources), own_outs))
             own_tokens = own_in_order(self._slices, self._rank)
             pack_for_send(staging.tensor[None], own_tokens, sizes.shapes, tensors_to_send)
         else:
             written = prealloc is not None and prealloc.already_written(dense)
-            plan = plan_to_sequence(*where, strided(dense), out_strides)
+            plan = plan_to_sequence(*geometry, strided(dense), out_strides)
             plan.pack(staging.tensor, dense, outs, already_packed=written)
         recvs = [
             RecvSpec(peer, outs[i], offset, row_stride, view)
-            for peer, i, offset, row_stride, view in recvs_to_sequence(*where, out_strides)
+            for peer, i, offset, row_stride, view in recvs_to_sequence(*geometry, out_strides)
         ]
         channel.post(staging.tensor, self._sends_to_sequence, recvs, overlapped=overlapped)
         return PendingExchange(tuple, channel)

@@ -458,10 +458,10 @@ class _FlashAttentionForward:
             steps = _local_steps(of_text[0][0], layout, self._mesh.rank, documents[0])
             real = RealTokens(0, seq_len, seq_len, 0)
             agreed_documents({"cu_seq_lens_q": documents[:1]}, [steps], [real])
-        own = int(of_text[0].max()) + 1 if of_text else 0
+        own_largest = int(of_text[0].max()) + 1 if of_text else 0
         self._check_model(
             seq_len,
-            lambda: _largest_by_documents(layout, self._mesh.rank, documents[0], own),
+            lambda: _largest_by_documents(layout, self._mesh.rank, documents[0], own_largest),
         )
         return _Pass(() if documents == ((0, seq_len),) else documents)
 
@@ -537,8 +537,8 @@ class _FlashAttentionForward:
             model, _ = calling_model()
             limits = None if model is None else ShardLimits.of(model)
             self._limits[layer] = None if limits is None else (type(model).__name__, limits)
-        if (known := self._limits[layer]) is not None:
-            name, limits = known
+        if (name_and_limits := self._limits[layer]) is not None:
+            name, limits = name_and_limits
             if reason := limits.reason_against(seq_len, largest):
                 raise UnsupportedAttentionError(
                     f"{name} on shards of a sequence: {reason}. {ENABLE}"

@@ -128,15 +128,15 @@ class _Functions:
         @disable_in_compile(f"{name} plans its call while it runs: it cannot be in a graph")
         def function(*args: Any, **kwargs: Any) -> Any:
             try:
-                given = signature.bind(*args, **kwargs)
+                bound = signature.bind(*args, **kwargs)
             except TypeError as wrong:  # a loop of one rank may catch it, and meet the others' call
                 error = keyword_error(function, args, kwargs) or wrong
                 by_name = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
                 self.mesh(by_name.get("group")).consistency.check_call("", error=error)
                 raise error from None
-            given.apply_defaults()
-            packed = [given.arguments.pop(each) for each in tensors]
-            return self._attend(name, kind, packed, **given.arguments)
+            bound.apply_defaults()
+            packed = [bound.arguments.pop(each) for each in tensors]
+            return self._attend(name, kind, packed, **bound.arguments)
 
         function.__name__ = function.__qualname__ = name
         function.__doc__ = f"``ring_flash_attn.{name}``; tokens are {kind} over the group's ranks."
@@ -501,12 +501,12 @@ class Installed(AbstractContextManager["Installed"]):
     """
 
     def __init__(self, ulysses_degree: int | None) -> None:
-        known = sys.modules.get(_NAME)
+        module = sys.modules.get(_NAME)
         # A file ring_flash_attn.py that does nothing but this is still being imported: what stands
         # in sys.modules after it is what its importers get.
-        if known is not None and not getattr(known.__spec__, "_initializing", False):
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
             raise PatchError(
-                f"{_NAME} is imported already, from {getattr(known, '__file__', None)}: what has "
+                f"{_NAME} is imported already, from {getattr(module, '__file__', None)}: what has "
                 "its functions would keep them. Call install() before the first import of it, and "
                 "once; restore() what it returned before another ulysses_degree"
             )

@@ -78,9 +78,9 @@ class HeadSplit:
         """Refuse more chunks than :meth:`chunk_limit` (ConfigError)."""
         limit = self.chunk_limit(ring)
         if count > limit:
-            what = "query heads" if limit > self.max_chunks else "key/value heads"
+            kind_of_heads = "query heads" if limit > self.max_chunks else "key/value heads"
             raise ConfigError(
-                f"chunks={count}, but a rank has only {limit} {what} "
+                f"chunks={count}, but a rank has only {limit} {kind_of_heads} "
                 f"({self.heads} query and {self.kv_heads} key/value heads among {self.ulysses} "
                 f"Ulysses ranks). Use at most {limit}"
             )

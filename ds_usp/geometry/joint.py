@@ -89,9 +89,9 @@ class JointLayout(TokenLayout):
         )
 
     def __str__(self) -> str:
-        where = "before" if self.front else "after"
+        side = "before" if self.front else "after"
         continued = ", continued" if self.continued else ""
-        return f"{self.joint} joint tokens{continued} {where} {self.layouts[1]}"
+        return f"{self.joint} joint tokens{continued} {side} {self.layouts[1]}"
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,12 @@ class TokenSlices:
         slices: list[list[TokenSlice]] = [[] for _ in range(ranks)]
         start = 0
         for run in runs:
-            own = slices[run.ulysses_rank]
-            if own and run.start < own[-1].row:
+            rank_slices = slices[run.ulysses_rank]
+            if rank_slices and run.start < rank_slices[-1].row:
                 return None
-            own.append(TokenSlice(start, start + run.length, run.start))
+            rank_slices.append(TokenSlice(start, start + run.length, run.start))
             start += run.length
-        if not all(1 <= len(own) <= MAX_SLICES for own in slices):
+        if not all(1 <= len(rank_slices) <= MAX_SLICES for rank_slices in slices):
             return None
         return cls(tuple(map(tuple, slices)))
 
@@ -91,7 +91,7 @@ class TokenSlices:
     @property
     def in_rank_order(self) -> bool:
         """The ranks' shards follow each other."""
-        slices = [x for own in self.by_rank for x in own]
+        slices = [x for rank_slices in self.by_rank for x in rank_slices]
         return len(slices) == self.ranks and slices == sorted(slices)
 
 
@@ -314,10 +314,10 @@ class TokenLayout:
         positions = [0] * self.length(rank)
         for document, shard in split_at_documents(self.segments(rank), borders).items():
             first = borders[document] - contexts[document]
-            for segment, at in shard:
+            for segment, offset in shard:
                 run = segment.positions
                 local = range(run.start - first, run.stop - first, run.step)
-                positions[at : at + segment.length] = local
+                positions[offset : offset + segment.length] = local
         return positions
 
     def has_same_shards_as(self, other: TokenLayout) -> bool:

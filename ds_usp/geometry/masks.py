@@ -166,9 +166,9 @@ class MaskSpec:
 
     def _check_parents(self) -> None:
         if self.right != 0 or self.blocks:
-            given = MaskSpec(self.left, self.right, self.documents, blocks=self.blocks)
+            mask = MaskSpec(self.left, self.right, self.documents, blocks=self.blocks)
             raise ConfigError(
-                f"parents of documents, and the mask is {given}: a tree is causal in each document "
+                f"parents of documents, and the mask is {mask}: a tree is causal in each document "
                 "and open to its ancestors. Leave right and blocks out, MaskSpec.tree(segments)"
             )
         counts = [len(borders) - 1 for borders in self.documents]
@@ -186,10 +186,10 @@ class MaskSpec:
                         "None for a root"
                     )
                 if parent >= index:
-                    own, other = (f"{i} ({borders[i]}-{borders[i + 1]})" for i in (index, parent))
+                    child, other = (f"{i} ({borders[i]}-{borders[i + 1]})" for i in (index, parent))
                     which = "itself" if parent == index else f"{other}, which begins later"
                     raise ConfigError(
-                        f"segment {own} of sample {sample} has as its parent {which}: tokens see "
+                        f"segment {child} of sample {sample} has as its parent {which}: tokens see "
                         "earlier ones only. Order the segments so that each comes after its parent"
                     )
 
@@ -331,9 +331,9 @@ class MaskSpec:
             return
         borders = self.documents[sample]
         for index, (start, stop) in enumerate(pairwise(borders)):
-            own = Area(start, stop, start, stop, self.left, self.right)
+            document_area = Area(start, stop, start, stop, self.left, self.right)
             blocks = () if self.right is None else self.blocks_of(sample, index)
-            yield own, *(Area(a, b, a, b, -1 - (self.right or 0)) for a, b in blocks)
+            yield document_area, *(Area(a, b, a, b, -1 - (self.right or 0)) for a, b in blocks)
         if self.parents and self.left is not None:
             yield from self._areas_in_window(sample, self.left)
         elif self.parents:
@@ -415,15 +415,15 @@ class MaskSpec:
         if self.documents:
             sample = sample if len(self.documents) > 1 else 0
             borders = self.documents[sample]
-            own, other = (bisect_right(borders, position) - 1 for position in (query, key))
-            if own != other:
-                ancestor, parents = own, self.parents[sample] if self.parents else ()
+            document, other = (bisect_right(borders, position) - 1 for position in (query, key))
+            if document != other:
+                ancestor, parents = document, self.parents[sample] if self.parents else ()
                 while parents and ancestor > other:
                     ancestor = parents[ancestor]
                 if not parents or ancestor != other:
                     return False
-                places, depths = (borders[own], borders[other]), self.contexts(sample)
-                between = query - places[0] + depths[own] - (key - places[1] + depths[other])
+                places, depths = (borders[document], borders[other]), self.contexts(sample)
+                between = query - places[0] + depths[document] - (key - places[1] + depths[other])
                 return self.left is None or between <= self.left
         if key < self.prefix:
             return True

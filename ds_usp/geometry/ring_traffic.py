@@ -67,8 +67,8 @@ class Ring:
         ranges: list[TokenRange] = []
         for offset in sorted(offsets, reverse=True):
             owner = (rank - offset) % self.degree
-            own = ((0, self.keys.ring_length(rank)),)
-            runs = self._visible[rank][owner] if offset else own
+            own_shard = ((0, self.keys.ring_length(rank)),)
+            runs = self._visible[rank][owner] if offset else own_shard
             ranges += (TokenRange(owner, *run) for run in runs)
         return tuple(ranges)
 

@@ -75,7 +75,7 @@ class ShardIndex:
     buffer of several ranks' keys, and those of a stride may interleave."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
-        self._shard = sorted(with_offsets(segments), key=lambda at: at[0].start)
+        self._shard = sorted(with_offsets(segments), key=lambda placed: placed[0].start)
         self._starts = [segment.start for segment, _ in self._shard]
         # Of all segments up to each one, so that they ascend.
         self._stops = list(accumulate((x.positions[-1] + 1 for x, _ in self._shard), max))
@@ -87,12 +87,12 @@ class ShardIndex:
         if first == len(self._starts) or self._starts[first] >= stop:
             return []
         parts = []
-        for segment, at in self._shard[first : bisect_left(self._starts, stop)]:
+        for segment, offset in self._shard[first : bisect_left(self._starts, stop)]:
             origin, stride = segment.start, segment.stride
             begin = max(0, -((origin - start) // stride))  # both divisions round up
             end = min(segment.length, -((origin - stop) // stride))
             if begin < end:
-                parts.append((segment.slice(begin, end), at + begin))
+                parts.append((segment.slice(begin, end), offset + begin))
         return parts if len(parts) == 1 else sorted(parts, key=itemgetter(1))
 
 

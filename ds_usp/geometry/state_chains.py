@@ -198,7 +198,9 @@ class StateChains:
         for chain in self.chains:
             for piece in chain:
                 pieces[piece.rank].append(piece)
-        return tuple(tuple(sorted(own, key=lambda piece: piece.offset)) for own in pieces)
+        return tuple(
+            tuple(sorted(rank_pieces, key=lambda piece: piece.offset)) for rank_pieces in pieces
+        )
 
     @cached_property
     def doubles(self) -> bool:
@@ -338,17 +340,17 @@ def state_chains(
             "state from token to token needs runs of consecutive ones: use 'zigzag', 'contiguous' "
             "or 'balanced'"
         )
-    given = documents or ((0, layout.seq_len),)
-    lines = list(zip(given, parents or [(-1,) * (len(x) - 1) for x in given], strict=True))
+    by_row = documents or ((0, layout.seq_len),)
+    lines = list(zip(by_row, parents or [(-1,) * (len(x) - 1) for x in by_row], strict=True))
     lines = lines[:1] if len(set(lines)) == 1 else lines
     chains, before = list[Chain](), dict[Piece, tuple[Piece, ...]]()
     for row, (borders, of_row) in enumerate(lines):
-        own = _chains_of_row(layout, row if len(lines) > 1 else None, borders, of_row)
-        for chain, parent in zip(own, of_row, strict=True):
-            last = () if parent < 0 else own[parent][-1:]
+        row_chains = _chains_of_row(layout, row if len(lines) > 1 else None, borders, of_row)
+        for chain, parent in zip(row_chains, of_row, strict=True):
+            last = () if parent < 0 else row_chains[parent][-1:]
             for piece in chain:
                 before[piece], last = last, (piece,)
-        chains += own
+        chains += row_chains
     documents = tuple(borders for borders, _ in lines) if documents else ()
     return StateChains(layout, documents, rows, tuple(chains), before)
 
@@ -356,22 +358,24 @@ def state_chains(
 def _chains_of_row(
     layout: TokenLayout, row: int | None, borders: Borders, parents: Parents
 ) -> list[Chain]:
-    held = []  # (position, stop, rank, offset in the row's shard)
+    placed_runs = []  # (position, stop, rank, offset in the row's shard)
     for rank in range(layout.degree):
         for segment, offset in with_offsets(layout.segments(rank)):
-            held.append((segment.start, segment.start + segment.length, rank, offset))
+            placed_runs.append((segment.start, segment.start + segment.length, rank, offset))
     chains: list[list[Piece]] = [[] for _ in borders[1:]]
     document, branching = 0, set(parents)
-    for begin, end, rank, offset in sorted(held):
+    for begin, end, rank, offset in sorted(placed_runs):
         start, skipped = begin, (row or 0) * layout.length(rank)
         while start < end:
             while borders[document + 1] <= start:
                 document += 1
             first, last = borders[document : document + 2]
-            stop, at = min(last, end), skipped + offset + start - begin
+            stop, piece_offset = min(last, end), skipped + offset + start - begin
             imports = start > first or parents[document] >= 0
             exports = stop < last or document in branching
-            place = Piece(rank, row, document, start, stop, at, first, last, imports, exports)
+            place = Piece(
+                rank, row, document, start, stop, piece_offset, first, last, imports, exports
+            )
             chains[document].append(place)
             start = stop
     return [tuple(chain) for chain in chains]
@@ -401,10 +405,10 @@ def _sorted(moves: Iterator[Move] | list[Move]) -> Round:
 def _rounds_of(chains: StateChains, rank: int) -> tuple[RankRound, ...]:
     rounds = []
     for moves in chains.rounds:
-        own = tuple(move for move in moves if rank in (move.source.rank, move.target.rank))
-        sent = {(move.source, move.target.rank): move for move in own if move.crosses}
+        own_moves = tuple(move for move in moves if rank in (move.source.rank, move.target.rank))
+        sent = {(move.source, move.target.rank): move for move in own_moves if move.crosses}
         crosses = any(move.crosses for move in moves)
-        rounds.append(RankRound(own, tuple(sent.values()), crosses))
+        rounds.append(RankRound(own_moves, tuple(sent.values()), crosses))
     return tuple(rounds)
 
 
@@ -427,16 +431,16 @@ def _halos(chains: StateChains, width: int) -> tuple[Halo, ...]:
     sends: list[list[list[tuple[int, int]]]] = [[[] for _ in range(degree)] for _ in range(degree)]
     needs: dict[Piece, list[tuple[int, int]]] = {}  # (source, number among that source's)
     for piece in chains.before:
-        own, missing, before = [], width, chains.before[piece]
+        parts, missing, before = [], width, chains.before[piece]
         while missing and before:
             (source,) = before
             taken, end = min(missing, source.length), source.offset + source.length
             spans = sends[source.rank][piece.rank]
-            own.append((source.rank, len(spans)))
+            parts.append((source.rank, len(spans)))
             spans.append((end - taken, end))
             missing, before = missing - taken, chains.before[source]
-        needs[piece] = own[::-1]
-    crosses = any(source != piece.rank for piece, own in needs.items() for source, _ in own)
+        needs[piece] = parts[::-1]
+    crosses = any(source != piece.rank for piece, parts in needs.items() for source, _ in parts)
     return tuple(
         _halo_of_rank(chains, rank, width, sends, needs)._replace(crosses=crosses)
         for rank in range(degree)

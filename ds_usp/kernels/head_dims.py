@@ -48,8 +48,8 @@ class HeadDims:
         if above is not None and max(padded) > above and not bf16:
             return f"takes head dims above {above} in bfloat16 only"
         if sum(padded) > _MAX_PADDED * 2 * max(dims):
-            known = ", ".join(map(str, self.native or ()))
-            return f"takes head dims {known}, and would pad {max(dims)} to {max(padded)}"
+            native_dims = ", ".join(map(str, self.native or ()))
+            return f"takes head dims {native_dims}, and would pad {max(dims)} to {max(padded)}"
         return None
 
     def padded(self, dims: Dims) -> Dims:

@@ -109,12 +109,12 @@ def missing_libraries(request: KernelRequest) -> str | None:
 def check_kernel_name(name: str) -> None:
     """UnsupportedAttentionError if it is neither in the table nor the place of a class,
     ``module:Class``."""
-    known = [AUTO, *(entry.name for entry in KERNELS)]
+    names = [AUTO, *(entry.name for entry in KERNELS)]
     module, colon, class_name = name.partition(":") if isinstance(name, str) else ("", "", "")
     is_place = colon and class_name.isidentifier() and module.replace(".", "_").isidentifier()
-    if name not in known and not is_place:
+    if name not in names and not is_place:
         raise UnsupportedAttentionError(
-            f"unknown attention kernel {name!r}; there are {', '.join(known)}, or one of your own, "
+            f"unknown attention kernel {name!r}; there are {', '.join(names)}, or one of your own, "
             "'module:Class'"
         )
 

@@ -528,9 +528,9 @@ class PinnedBlockPool:
         fits_now = ranks * new_bytes <= free_bytes
         fitted_at_start = ranks * (held_bytes + new_bytes) <= self._free_bytes_at_start
         if not fits_now and (not fitted_at_start or new_bytes > free_bytes):
-            needed, held, free = new_bytes / 2**30, held_bytes / 2**30, free_bytes / 2**30
+            needed, held_gib, free = new_bytes / 2**30, held_bytes / 2**30, free_bytes / 2**30
             raise ConfigError(
-                f"offload needs {needed:.2f} GiB of host memory beside the {held:.2f} GiB that "
+                f"offload needs {needed:.2f} GiB of host memory beside the {held_gib:.2f} GiB that "
                 f"this rank holds: {ranks} ranks of this host {ranks * needed:.2f} GiB, of which "
                 f"{free:.2f} GiB are free, by the machine and its container. To make it fit, "
                 f"{self._advice}, or use more hosts. Where the machine has more than it shows, "

@@ -203,8 +203,8 @@ def _parts(x: Any) -> dict[str, object]:
 
 def _are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-        return alike and torch.equal(a, b)
+        same_form = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        return same_form and torch.equal(a, b)
     return (a == b) is True
 
 
@@ -565,8 +565,8 @@ class RandomState(NamedTuple):
 
     def is_unchanged(self) -> bool:
         current = RandomState.capture(self.device)
-        same = self.gpu is None or current.gpu is None or torch.equal(self.gpu, current.gpu)
-        return same and torch.equal(self.cpu, current.cpu)
+        same_gpu = self.gpu is None or current.gpu is None or torch.equal(self.gpu, current.gpu)
+        return same_gpu and torch.equal(self.cpu, current.cpu)
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)

@@ -87,15 +87,15 @@ class ExchangeCall:
         parameters: dict[str, torch.Tensor] = {}
 
         def check() -> tuple[Signature, ResultT]:
-            signature, inputs = self._check(*given)
-            for number, (x, dim) in enumerate(zip(*given[:2], strict=True)):
+            signature, inputs = self._check(*arguments)
+            for number, (x, dim) in enumerate(zip(*arguments[:2], strict=True)):
                 if dim is None:
                     parameters[f"tensor {number}"] = x
             fields, result = compute(inputs)
             return Signature.of(*signature, *fields), result
 
-        given, self._given = self._given, None  # the graph keeps the call: no inputs with it
-        like = given[0][0] if isinstance(given[0], Sequence) and given[0] else None
+        arguments, self._given = self._given, None  # the graph keeps the call: no inputs with it
+        like = arguments[0][0] if isinstance(arguments[0], Sequence) and arguments[0] else None
         result = check_on_all_ranks(self.mesh, check, like, alike=parameters)
         self.number = self.mesh.consistency.number
         return result
@@ -112,10 +112,10 @@ class ExchangeCall:
                 f"layout={layout!r} must be a TokenLayout, which mesh.layout(kind, seq_len) makes"
             )
         self.mesh.check_degrees(layout)
-        for what, given in (("tensors", tensors), ("dims", dims)):
-            if not isinstance(given, Sequence):
+        for what, value in (("tensors", tensors), ("dims", dims)):
+            if not isinstance(value, Sequence):
                 raise ConfigError(
-                    f"{what} of {self.name} must be a list or tuple, got a {type(given).__name__}"
+                    f"{what} of {self.name} must be a list or tuple, got a {type(value).__name__}"
                 )
         if len(dims) != len(tensors):
             raise ConfigError(f"{len(tensors)} tensors have {len(dims)} dims, one each is needed")
@@ -205,9 +205,9 @@ def is_dim(dim: object) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool)
 
 
-def _documents_of(given: Any) -> tuple[tuple[Borders, ...], tuple[Parents, ...]]:
+def _documents_of(value: Any) -> tuple[tuple[Borders, ...], tuple[Parents, ...]]:
     """Documents and their parents; ConfigError for a mask that hides tokens before a token."""
-    mask = given if isinstance(given, MaskSpec) else MaskSpec.causal(given)
+    mask = value if isinstance(value, MaskSpec) else MaskSpec.causal(value)
     others = mask.left, mask.right, mask.prefix, mask.blocks, mask.areas
     if others != (None, 0, 0, (), ()):  # not by another MaskSpec, which reads all borders again
         raise ConfigError(

@@ -401,11 +401,11 @@ class SequenceParallelDataLoader:
         if POSITIONS not in shards:
             if batch.parents:
                 packing = Packing(batch.documents, batch.parents)
-                own = layout.shard(tree_positions(packing, self._device), 1, self.mesh.rank)
+                positions = layout.shard(tree_positions(packing, self._device), 1, self.mesh.rank)
             else:
                 borders = batch.documents or ((0, batch.seq_len),)
-                own = local_document_positions(layout, self.mesh.rank, borders, self._device)
-            shards[POSITIONS] = own.expand(shards[TOKENS].shape)
+                positions = local_document_positions(layout, self.mesh.rank, borders, self._device)
+            shards[POSITIONS] = positions.expand(shards[TOKENS].shape)
         return ShardedBatch(
             tokens=shards.pop(TOKENS),
             labels=shards.pop(SHIFTED),

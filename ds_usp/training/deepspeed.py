@@ -63,8 +63,8 @@ class ParallelGroups:
         world = cast(dist.ProcessGroup, dist.group.WORLD)
         align_group_counters(world)
         data = new_local_group(replicas.ranks, timeout=timeout_of(world))
-        own = new_local_group([dist.get_rank()])
-        return cls(tp=own, sp=mesh.sp_group, dp=data, sp_dp=world, model=own)
+        own_group = new_local_group([dist.get_rank()])
+        return cls(tp=own_group, sp=mesh.sp_group, dp=data, sp_dp=world, model=own_group)
 
 
 @dataclass(frozen=True)

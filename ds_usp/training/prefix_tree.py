@@ -133,15 +133,15 @@ class SharedPrefixes:
             zip(labels, weights, self.places, strict=True)
         ):
             counts = row != IGNORE_INDEX
-            at, given = place[counts], row[counts]
-            before = joined[at]
-            if bool(((before != IGNORE_INDEX) & (before != given)).any()):
+            counted_places, counted_labels = place[counts], row[counts]
+            before = joined[counted_places]
+            if bool(((before != IGNORE_INDEX) & (before != counted_labels)).any()):
                 raise DataError(
                     f"row {index} has other labels than a row with the same tokens before them: "
                     "labels of shared prefixes are the next tokens, or -100"
                 )
-            joined[at] = given
-            total[at] += of_row[counts].double()
+            joined[counted_places] = counted_labels
+            total[counted_places] += of_row[counts].double()
         return joined, total
 
 
@@ -188,8 +188,8 @@ def _tries(rows: Sequence[Tensor], starts: Sequence[int]) -> list[_Prefix]:
         for row in group:
             array, shorter = arrays[row], min(len(before), len(arrays[row]))
             differ = before[:shorter] != array[:shorter]
-            alike = int(differ.argmax()) if differ.any() else shorter
-            _close(path, alike)
+            common_length = int(differ.argmax()) if differ.any() else shorter
+            _close(path, common_length)
             if len(array) == path[-1].length:  # as the row before
                 path[-1].rows.append(row)
             else:

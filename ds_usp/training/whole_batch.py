@@ -181,9 +181,11 @@ def position_steps(positions: Tensor) -> list[dict[int, int]]:
 
 def _steps_other_than(usual: int, numbers: Tensor) -> list[dict[int, int]]:
     diff = numbers.diff(dim=-1)
-    at = (diff != usual).nonzero()
+    indices = (diff != usual).nonzero()
     found: list[dict[int, int]] = [{} for _ in range(len(numbers))]
-    for row, index, step in torch.cat([at, diff[at.unbind(1)].to(at)[:, None]], 1).tolist():
+    for row, index, step in torch.cat(
+        [indices, diff[indices.unbind(1)].to(indices)[:, None]], 1
+    ).tolist():
         found[row][index + 1] = step
     return found
 
@@ -296,11 +298,11 @@ def _check_tree_positions(positions: Tensor, packing: Packing) -> None:
         roots = [border for border, parent in zip(borders, parents, strict=False) if parent < 0]
         wrong = sorted(set((changes.nonzero().flatten() + 1).tolist()) - set(roots))
         if wrong:
-            at = wrong[0]
+            token = wrong[0]
             raise DataError(
-                f"{POSITIONS} of row {row} go from {int(positions[row, at - 1])} to "
-                f"{int(positions[row, at])} at token {at} of a {TREE}: they go on by one in a "
-                "segment, and after the parent's last position in its children. Leave them out, "
+                f"{POSITIONS} of row {row} go from {int(positions[row, token - 1])} to "
+                f"{int(positions[row, token])} at token {token} of a {TREE}: they go on by one in "
+                "a segment, and after the parent's last position in its children. Leave them out, "
                 "they follow from the tree"
             )
 
@@ -636,8 +638,8 @@ def _documents(
         )
     else:
         documents = of_mask
-    alike = documents[:1] if len(set(documents)) == 1 else documents
-    return () if alike == ((0, seq_len),) else alike
+    collapsed = documents[:1] if len(set(documents)) == 1 else documents
+    return () if collapsed == ((0, seq_len),) else collapsed
 
 
 def _shifted_labels(
