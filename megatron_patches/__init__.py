@@ -107,12 +107,12 @@ def apply(framework: str, *, unchecked: bool = False, **settings: Any) -> PatchS
             already.
     """
     patches = patch_set(framework, **settings)
-    known, spec = checkout_of(framework), importlib.util.find_spec("megatron")
+    checkout, spec = checkout_of(framework), importlib.util.find_spec("megatron")
     folders = map(Path, (spec and spec.submodule_search_locations) or ())
-    if known and not any(known.root_of(x) == x.resolve().parent for x in folders):
+    if checkout and not any(checkout.root_of(x) == x.resolve().parent for x in folders):
         raise PatchError(
-            f"no checkout of {known.name} is importable: call megatron_patches.prepare("
-            f"'{framework}', Path('path/of/{known.name}')) before apply"
+            f"no checkout of {checkout.name} is importable: call megatron_patches.prepare("
+            f"'{framework}', Path('path/of/{checkout.name}')) before apply"
         )
     patches.apply(unchecked=unchecked)
     return patches

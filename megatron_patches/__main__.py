@@ -46,8 +46,8 @@ def _checkout(framework: str, path: str) -> Path | None:
     Raises:
         ConfigError: a variable that names no folder.
     """
-    known = megatron_patches.checkout_of(framework)
-    variable = known.variable if known else ""
+    checkout = megatron_patches.checkout_of(framework)
+    variable = checkout.variable if checkout else ""
     from_environment = os.environ.get(variable, "")
     if not path and from_environment and not Path(from_environment).is_dir():
         raise ConfigError(

@@ -64,10 +64,10 @@ class Checkout:
         """
         for name in ("megatron", "megatron.core"):
             loaded = getattr(sys.modules.get(name), "__path__", ())
-            own = root.joinpath(*name.split("."))
+            package = root.joinpath(*name.split("."))
             # The path of a namespace package (megatron-core's megatron) follows sys.path.
-            follows = not isinstance(loaded, list) and not (own / "__init__.py").exists()
-            if loaded and not follows and str(own) != next(iter(loaded)):
+            follows = not isinstance(loaded, list) and not (package / "__init__.py").exists()
+            if loaded and not follows and str(package) != next(iter(loaded)):
                 raise ConfigError(
                     f"{name} is loaded already, from {', '.join(loaded)}, and not from {root}. "
                     f"Start {self.name} in a process of its own: python -m megatron_patches.run"

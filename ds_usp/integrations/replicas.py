@@ -74,8 +74,8 @@ class JoinShards(torch.autograd.Function):
             refuse_second_derivative("an output that is joined over the ranks")
             mesh.agree("the gradient of an output that is joined over the ranks")
             dist.all_reduce(grad, group=mesh.sp_group)
-        own = layout.shard(grad, dim, mesh.rank)
-        return (own if gradients == "mean" else own / mesh.sp_degree), None, None, None, None
+        shard = layout.shard(grad, dim, mesh.rank)
+        return (shard if gradients == "mean" else shard / mesh.sp_degree), None, None, None, None
 
 
 def join_shards(

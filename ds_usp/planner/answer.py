@@ -148,8 +148,8 @@ def _against(result: SearchResult, plan: Plan, other: Plan) -> str:
         reason = _preferred(result, plan, other)
         less = f"{speed}, less than the formulas' error of {STATED_ERROR:.0%}"
         return f"{speed if speed == 'as fast' else less}; taken is {reason}"
-    own, others = (_component_seconds(result, x) for x in (plan, other))
-    worst, more = max(((x, others[x] - own[x]) for x in own), key=lambda item: item[1])
+    seconds, others = (_component_seconds(result, x) for x in (plan, other))
+    worst, more = max(((x, others[x] - seconds[x]) for x in seconds), key=lambda item: item[1])
     if ratio < STATED_ERROR:
         behind = other.time.total / result.fastest.time.total - 1
         speed += f", and {behind:.1%} slower than the fastest"

@@ -444,13 +444,13 @@ def full_buckets(model: ModelShape, tp: int, layers: int, elements: int) -> tupl
         Of each the layers' backward that is done when it is full, from 0 to 1, and its elements.
     """
     buckets: list[Bucket] = []
-    held, done = 0.0, 0.0
+    filled, done = 0.0, 0.0
     for when, size in _gradients(model, tp, layers):
-        if held and held + size > elements:
-            buckets.append((when, held))
-            held = 0.0
-        held, done = held + size, when
-    return (*buckets, (done, held))
+        if filled and filled + size > elements:
+            buckets.append((when, filled))
+            filled = 0.0
+        filled, done = filled + size, when
+    return (*buckets, (done, filled))
 
 
 def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:

@@ -561,12 +561,12 @@ def step_bytes(work: Workload, elements: float, config: ParallelConfig) -> float
     shard = elements / config.zero_ranks
     if shard <= SUB_GROUP_ELEMENTS:
         return 4.0 * shard
-    largest = held = 0.0
+    largest = group = 0.0
     for size in _matrices(work, config):
-        held += size / config.zero_ranks
-        if held >= SUB_GROUP_ELEMENTS:
-            largest, held = max(largest, held), 0.0
-    return 4.0 * max(largest, held)
+        group += size / config.zero_ranks
+        if group >= SUB_GROUP_ELEMENTS:
+            largest, group = max(largest, group), 0.0
+    return 4.0 * max(largest, group)
 
 
 def _matrices(work: Workload, config: ParallelConfig) -> Iterator[float]:

@@ -325,15 +325,15 @@ def _built_in(
     kinds = []
     for kind in layers.split(" | "):  # in any order: no plan depends on it
         count, *has = kind.split()
-        own: dict[str, Any] = {"layers": int(count), "attention": "attention" in has}
-        own |= {} if "mlp" in has else {"ffn": 0}
-        own |= {} if "experts" in has else {"experts": None}
+        changes: dict[str, Any] = {"layers": int(count), "attention": "attention" in has}
+        changes |= {} if "mlp" in has else {"ffn": 0}
+        changes |= {} if "experts" in has else {"experts": None}
         for mixer, *of in (word.split(":") for word in has if ":" in word):
             if mixer == "window":
-                own["window"] = int(of[0])
+                changes["window"] = int(of[0])
             else:
-                own["recurrent"] = _MIXERS[mixer](*map(int, of))
-        kinds.append(replace(model, **own))
+                changes["recurrent"] = _MIXERS[mixer](*map(int, of))
+        kinds.append(replace(model, **changes))
     # One kind of attention is the model itself, which has more programs than layers that differ.
     alone = len(kinds) == 1 and not kinds[0].recurrent
     return kinds[0] if alone else replace(model, kinds=tuple(kinds))

@@ -560,9 +560,9 @@ def framework_caps(name: str) -> FrameworkCaps:
     Raises:
         ConfigError: there is none of that name.
     """
-    for known in FRAMEWORKS:
-        if known.name == name:
-            return known
+    for caps in FRAMEWORKS:
+        if caps.name == name:
+            return caps
     raise ConfigError(f"no engine {name!r}; there are {', '.join(e.name for e in FRAMEWORKS)}")
 
 
@@ -594,10 +594,10 @@ def degree_configs(
     """
     model = work.model
     if not framework.divides_layers:
-        given = [f"--{axis}" for axis in ("tp", "pp") if fixed.get(axis) not in (None, 1)]
-        if given:
+        flags = [f"--{axis}" for axis in ("tp", "pp") if fixed.get(axis) not in (None, 1)]
+        if flags:
             raise ConfigError(
-                f"{framework.name} has no {' and '.join(given)}: leave it out, or take "
+                f"{framework.name} has no {' and '.join(flags)}: leave it out, or take "
                 "--engine megatron-lm or megatron-deepspeed"
             )
         fixed = {**fixed, "tp": 1, "pp": 1}

@@ -338,14 +338,14 @@ def _transitions(
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
     from fla.ops.utils.index import prepare_chunk_indices
 
-    before, own = sum(lengths[: numbers.start]), lengths[numbers]
-    k, w = (x.narrow(1, before, sum(own)) for x in (k, w))
-    g, gk = (None if x is None else x.narrow(1, before, sum(own)) for x in (g, gk))
-    borders, in_host = borders_of(own, 1, k.device)
+    before, selected = sum(lengths[: numbers.start]), lengths[numbers]
+    k, w = (x.narrow(1, before, sum(selected)) for x in (k, w))
+    g, gk = (None if x is None else x.narrow(1, before, sum(selected)) for x in (g, gk))
+    borders, in_host = borders_of(selected, 1, k.device)
     unit = torch.eye(k.shape[3], dtype=torch.float32, device=k.device)
     _, _, out = chunk_gated_delta_rule_fwd_h(
         k=k, w=w, u=torch.zeros_like(w), g=g, gk=gk,
-        initial_state=unit.repeat(len(own), w.shape[2], 1, 1), output_final_state=True,
+        initial_state=unit.repeat(len(selected), w.shape[2], 1, 1), output_final_state=True,
         save_new_value=False, chunk_size=chunk_size, cu_seqlens=borders,
         chunk_indices=prepare_chunk_indices(borders, chunk_size, cu_seqlens_cpu=in_host),
     )  # fmt: skip

@@ -341,10 +341,10 @@ def lightning(
         out, state = kernel(q, k, v)
         if not piece.imports:
             return PieceMap(out, state if piece.exports else None)
-        at = torch.arange(1, piece.length + 1, device=q.device)[:, None]
+        steps = torch.arange(1, piece.length + 1, device=q.device)[:, None]
 
         def respond(s: torch.Tensor) -> torch.Tensor:
-            return (q.to(s.dtype) * torch.exp(-rate.to(s.dtype) * at)) @ s
+            return (q.to(s.dtype) * torch.exp(-rate.to(s.dtype) * steps)) @ s
 
         if not piece.exports:
             return PieceMap(out, respond=respond)
@@ -369,10 +369,10 @@ def lightning(
 
         def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
             borders, in_host = kernels.borders_of(tuple(lengths), len(q), q.device)
-            known = next((x for x in incoming if x is not None), None)
+            example = next((x for x in incoming if x is not None), None)
             before = None
-            if known is not None:
-                zeros = torch.zeros_like(known)
+            if example is not None:
+                zeros = torch.zeros_like(example)
                 before = torch.stack([zeros if x is None else x for x in incoming], 1).flatten(0, 1)
             out, _ = kernel(
                 *(x.flatten(0, 1)[None] for x in (q, k, v)), g_gamma=-decay, scale=1.0,

@@ -163,15 +163,15 @@ def affine_scan(
         return ["states {}, transitions {} {}".format(*shapes, kind), f"output {out}"], maps
 
     maps = call.begin(compute)
-    own = call.chains.by_rank[mesh.rank]
+    local_pieces = call.chains.by_rank[mesh.rank]
     wide = any(x.dtype == torch.float64 for x in tensors)
     with no_autocast(tensors[0].device):
         dtype = torch.float64 if wide else torch.float32
         transfer = Transfer(recurrence, call, call.chains, dtype)
-        states = transfer.states(own, maps)
+        states = transfer.states(local_pieces, maps)
     with mesh.consistency.raising_everywhere():
-        out = maps.finish([states.get(piece) for piece in own])
-        tokens = sum(piece.length for piece in own)
+        out = maps.finish([states.get(piece) for piece in local_pieces])
+        tokens = sum(piece.length for piece in local_pieces)
         _check_out(out, out_dim, call.chains.rows_of_piece, tokens, f"rank {mesh.rank}")
     return call.leave(out, out_dim)
 
@@ -254,9 +254,9 @@ def _check_maps(recurrence: Recurrence, maps: PieceMaps, call: ExchangeCall) -> 
             needed.append(("transition", a, recurrence.transition_shape))
         for name, x, shape in needed:
             if x is None or x.shape != (rows, *shape):
-                given = None if x is None else list(x.shape)
+                got = None if x is None else list(x.shape)
                 raise ConfigError(
-                    f"the recurrence gave piece {piece} the {name} {given}, it needs one of "
+                    f"the recurrence gave piece {piece} the {name} {got}, it needs one of "
                     f"{[rows, *shape]}"
                 )
             if x.requires_grad and not call.needs_grad:

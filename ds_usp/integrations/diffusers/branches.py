@@ -432,9 +432,9 @@ class BranchCalls:
             for number, hook in hooks.items()
         )
         # As pipelines call it: a tuple of one tensor. Others' calls are refused, or return more.
-        known = self._plan.arguments | ATTENTION_KWARGS | {"return_dict"}
-        given = {name for name, value in arguments.items() if value is not None}
-        is_known = given <= known and arguments.get("return_dict") is False
+        accepted = self._plan.arguments | ATTENTION_KWARGS | {"return_dict"}
+        present = {name for name, value in arguments.items() if value is not None}
+        is_known = present <= accepted and arguments.get("return_dict") is False
         return is_known and not foreign and len(batch) % self._degree != 0
 
     def _run_now(self, calls: Sequence[WaitingCall]) -> None:
@@ -443,10 +443,10 @@ class BranchCalls:
                 f"{type(self._transformer).__name__} was disabled before the output of a call with "
                 "cfg_degree was read: call disable(), or leave the with block, after the step"
             )
-        own = calls[self._index if len(calls) > 1 else 0]
+        branch_call = calls[self._index if len(calls) > 1 else 0]
         try:
-            with self._run(calls), own.modes(), self._enter(own.context):
-                outs = self._call(**own.arguments)[0].chunk(len(calls))
+            with self._run(calls), branch_call.modes(), self._enter(branch_call.context):
+                outs = self._call(**branch_call.arguments)[0].chunk(len(calls))
         except BaseException as error:
             for call in calls:
                 call.finish(None, error)

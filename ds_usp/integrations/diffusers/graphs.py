@@ -76,8 +76,8 @@ class _HeldInputs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A module's cache (QwenImage's of rotary embeddings has 128 entries) may drop a tensor
         # before the graph that reads it.
-        given = _pytree.tree_leaves((args, kwargs))
-        self._held += [x for x in given if isinstance(x, Tensor)]
+        leaves = _pytree.tree_leaves((args, kwargs))
+        self._held += [x for x in leaves if isinstance(x, Tensor)]
         return func(*args, **(kwargs or {}))
 
 
@@ -229,8 +229,8 @@ class ForwardGraphs:
 
     def _kind_of(self, arguments: Mapping[str, Any]) -> Key:
         device = next(self._transformer.parameters()).device
-        given = {name: x for name, x in arguments.items() if x is not None}
-        leaves, structure = _pytree.tree_flatten(given)
+        present = {name: x for name, x in arguments.items() if x is not None}
+        leaves, structure = _pytree.tree_flatten(present)
         autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         modes = *autocast, torch.is_inference_mode_enabled(), self._transformer.training
         kind: list[object] = [str(structure), *modes]
@@ -392,11 +392,11 @@ def identities(transformer: nn.Module) -> Iterator[object]:
     replaced: modules, their hooks, compiled forms and attention processors, addresses of weights
     and buffers."""
     for module in transformer.modules():
-        own = vars(module)
-        processor = own.get("processor")
+        attributes = vars(module)
+        processor = attributes.get("processor")
         yield id(module), module.training, id(processor)
         yield getattr(processor, "_attention_backend", None)
-        yield id(own.get("_compiled_call_impl")), id(own.get("forward"))
+        yield id(attributes.get("_compiled_call_impl")), id(attributes.get("forward"))
         yield (*module._forward_pre_hooks, None, *module._forward_hooks)
         for tensors in (module._parameters, module._buffers):
             for x in tensors.values():
@@ -437,10 +437,10 @@ def check_modules(transformer: nn.Module, own_hooks: frozenset[int] = frozenset(
 
 def _refusal(module: nn.Module, is_root: bool, own_hooks: frozenset[int]) -> str:
     hooks = {*module._forward_pre_hooks, *module._forward_hooks} - own_hooks
-    own = vars(module)
-    if "_hf_hook" in own or ("forward" in own and not (is_root and own_hooks)):
+    attributes = vars(module)
+    if "_hf_hook" in attributes or ("forward" in attributes and not (is_root and own_hooks)):
         return "has a forward function of its own, as offloading and caches give it: remove it"
-    compiled = own.get("_compiled_call_impl")
+    compiled = attributes.get("_compiled_call_impl")
     if is_root and not isinstance(compiled, (BranchCalls, type(None))):
         return "is compiled as a whole, which has no effect: use compile_repeated_blocks()"
     if is_root and own_hooks and next(reversed(module._forward_pre_hooks)) not in own_hooks:

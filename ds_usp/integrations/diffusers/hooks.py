@@ -158,15 +158,15 @@ class ShardedTransformer:
         self._kind, self._attended = "", dict[str, int]()  # of passes, and their attentions
         self._calls: BranchCalls | None = None
         if branches.degree > 1 and plan.shared_by_branches:
-            own = frozenset(handle.id for handle in self._handles)
-            self._calls = BranchCalls(transformer, branches, plan, self._run, self._note, own)
+            hook_ids = frozenset(handle.id for handle in self._handles)
+            self._calls = BranchCalls(transformer, branches, plan, self._run, self._note, hook_ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTransformer:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in vars(self).items():
-            same = name in ("mesh", "_branches", "_parts", "_plan", "_options")
-            setattr(twin, name, value if same else copy.deepcopy(value, memo))
+            shared = name in ("mesh", "_branches", "_parts", "_plan", "_options")
+            setattr(twin, name, value if shared else copy.deepcopy(value, memo))
         return twin
 
     def __getstate__(self) -> Any:

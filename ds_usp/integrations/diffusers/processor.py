@@ -210,9 +210,9 @@ class MeshAttention:
                 "over sharded tokens is full, but for padding of text that the plan names"
             )
         if attention_kwargs or parallel_config is not None:
-            given = sorted(attention_kwargs or {}) or ["a parallel_config"]
+            options = sorted(attention_kwargs or {}) or ["a parallel_config"]
             raise UnsupportedAttentionError(
-                f"{self._name} gives attention {', '.join(given)}, which is not served"
+                f"{self._name} gives attention {', '.join(options)}, which is not served"
             )
         check_backend(self._name, backend)
         return self._state.attend(query, key, value, self._tokens, scale)

@@ -277,9 +277,9 @@ def _known(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _known(x) for k, x in value.items()}
     if isinstance(value, (list, tuple)):
-        known = [_known(x) for x in value]
-        same = all(x is y for x, y in zip(known, value, strict=True))
-        return value if same else type(value)(known)
+        items = [_known(x) for x in value]
+        unchanged = all(x is y for x, y in zip(items, value, strict=True))
+        return value if unchanged else type(value)(items)
     return value
 
 
@@ -378,19 +378,19 @@ class _Tiles:
         Args:
             takes: those of its arguments that nothing else needs then.
         """
-        given = (*takes, *kwargs.values())
-        lists = [x for x in given if isinstance(x, list)]
-        pending = [x.chain for x in given if isinstance(x, _Later) and x.value is None]
+        inputs = (*takes, *kwargs.values())
+        lists = [x for x in inputs if isinstance(x, list)]
+        pending = [x.chain for x in inputs if isinstance(x, _Later) and x.value is None]
         pending += [self._of_list[id(x)] for x in lists if id(x) in self._of_list]
         if not pending:
             pending = [_Chain()]
             self._chains += pending
         chain = pending[0]
         self._of_list.update({id(x): chain for x in lists})
-        for x in given:
+        for x in inputs:
             if isinstance(x, Tensor):
                 chain.size, chain.device = chain.size + x.numel(), x.device
-        chain.ends = [x for x in chain.ends if not any(x is y for y in given)]
+        chain.ends = [x for x in chain.ends if not any(x is y for y in inputs)]
         laters = tuple(_Later(self, chain) for _ in range(outputs))
         chain.ends.append(laters[0])
         chain.calls.append(_Call(function, args, kwargs, laters))

@@ -280,11 +280,11 @@ def _run_in_chunks(
     def run(x: Tensor, start: int, stop: int) -> Tensor:
         """Return attention of this rank's queries ``[start, stop)``; in backward again."""
         part = parts[start]
-        own = _KeysOfChunk(keys, gathered.keys_of(part))
-        own.before = seq_len - stop + start
+        part_keys = _KeysOfChunk(keys, gathered.keys_of(part))
+        part_keys.before = seq_len - stop + start
         sliced = {key: of_queries(key, y, part, _QUERY_DIMS) for key, y in given.items()}
         with _RowsOfMask(layer, shard, slice(start, stop)):
-            out = forward(**{**sliced, name: x, cache: own})
+            out = forward(**{**sliced, name: x, cache: part_keys})
         if not isinstance(out, tuple):
             return cast(Tensor, out)
         further[:] = None, *out[2:]

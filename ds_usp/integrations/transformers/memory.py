@@ -215,10 +215,10 @@ def _tokenwise_mlps(model: PreTrainedModel) -> list[nn.Module]:
             raise ConfigError(
                 f"mlp_chunks: {type(layer).__name__} has no module `mlp`; leave mlp_chunks out"
             )
-        strange = _other_than_tokenwise(mlp)
-        if strange:
+        reason = _other_than_tokenwise(mlp)
+        if reason:
             raise ConfigError(
-                f"mlp_chunks: {type(mlp).__name__} of {type(layer).__name__} {strange}: it is not "
+                f"mlp_chunks: {type(mlp).__name__} of {type(layer).__name__} {reason}: it is not "
                 "known to compute every token by itself (experts are not); leave mlp_chunks out"
             )
         mlps.append(mlp)

@@ -577,13 +577,13 @@ def attend_to_picked(
     of_latents = torch.einsum("bshn,rhn->bshr", query[..., :nope], to_key)
     query = torch.cat([of_latents, query[..., nope:]], -1).flatten(0, 1)
 
-    at = indices.long()
-    first = torch.arange(rows, device=at.device)[:, None, None] * tokens
-    picked = _Pick.apply(total, latents, (at + first).flatten()).to(query.dtype)
+    positions = indices.long()
+    first = torch.arange(rows, device=positions.device)[:, None, None] * tokens
+    picked = _Pick.apply(total, latents, (positions + first).flatten()).to(query.dtype)
     picked = picked.view(rows * length, number, -1)
     # Half of the least number: a score that is added must not make it infinite.
     unseen = torch.finfo(query.dtype).min / 2
-    mask = torch.zeros_like(at, dtype=query.dtype).masked_fill(~seen_picks, unseen)
+    mask = torch.zeros_like(positions, dtype=query.dtype).masked_fill(~seen_picks, unseen)
     mask = mask.view(rows * length, 1, number).expand(-1, heads, -1)
     scores = torch.baddbmm(mask, query, picked.transpose(1, 2), alpha=scaling)
     if s_aux is not None:

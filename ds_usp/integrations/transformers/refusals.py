@@ -181,8 +181,8 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
 
 def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
     text = model.config.get_text_config()
-    given = list(getattr(text, "layer_types", None) or ())
-    kinds = {kind for kind in given if "attention" not in kind or "linear" in kind}
+    layer_types = list(getattr(text, "layer_types", None) or ())
+    kinds = {kind for kind in layer_types if "attention" not in kind or "linear" in kind}
     if any(sparse_layers(model)):
         kinds -= SPARSE_KINDS
     layers = list(recurrent_layers(model))
@@ -211,7 +211,7 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
             f"type {text.model_type}: load it without trust_remote_code"
         )
         return
-    count = sum(kind in RECURRENT_KINDS for kind in given)
+    count = sum(kind in RECURRENT_KINDS for kind in layer_types)
     have = sum(type(layer).__name__ not in BESIDE for layer in layers)
     if count != have:
         yield (

@@ -193,15 +193,15 @@ class ImagePositions:
 
     def _of_documents(self, owner: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         batch, make = cast(WholeArguments, self._batch), getattr(type(owner), _MAKES)
-        given = inspect.signature(make).bind(owner, *args, **kwargs)
-        ids, runs = given.arguments["input_ids"], list(batch.runs())
-        given.arguments["attention_mask"] = torch.ones_like(ids)
+        bound = inspect.signature(make).bind(owner, *args, **kwargs)
+        ids, runs = bound.arguments["input_ids"], list(batch.runs())
+        bound.arguments["attention_mask"] = torch.ones_like(ids)
         for name in ("input_ids", "mm_token_type_ids", "attention_mask"):
-            x = given.arguments.get(name)
+            x = bound.arguments.get(name)
             if x is not None:
                 parts = [x[row, start:stop] for row, start, stop in runs]
-                given.arguments[name] = pad_sequence(parts, batch_first=True)
-        made, deltas = make(*given.args, **given.kwargs)
+                bound.arguments[name] = pad_sequence(parts, batch_first=True)
+        made, deltas = make(*bound.args, **bound.kwargs)
         out = made.new_zeros(4, *ids.shape)
         for index, (row, start, stop) in enumerate(runs):
             out[0, row, start:stop] = torch.arange(stop - start)

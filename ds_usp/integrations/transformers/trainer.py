@@ -283,11 +283,11 @@ def _count_weights(trainer: Trainer) -> None:
             return count(batches, device)
         total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
-            given, labels = batch.get("shift_labels"), batch.get("labels")
-            if given is None and labels is not None:
-                given = next_token_labels(labels)
-            if given is not None:
-                counts = given != IGNORE_INDEX
+            targets, labels = batch.get("shift_labels"), batch.get("labels")
+            if targets is None and labels is not None:
+                targets = next_token_labels(labels)
+            if targets is not None:
+                counts = targets != IGNORE_INDEX
                 total += (counts * batch.get(LOSS_WEIGHTS, counts)).sum(dtype=torch.float64).cpu()
         return of_all_ranks(total).float().to(device)
 
