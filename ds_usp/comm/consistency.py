@@ -719,7 +719,7 @@ def _error_record(error: Exception) -> CallRecord:
 
 def _earlier_field(calls: Sequence[_Call]) -> str:
     """One digest, which tells whether the numbers of calls are equal, and a checksum of each tensor
-    to find those that are not: a record has no room for digests of all."""
+    to find those that are not: a record is too short for digests of all."""
     parts = [part for call in calls for part in call.numbers.parts()]
     return _EARLIER_FIELD + " ".join([_digest(parts), *[f"{zlib.crc32(x):08x}" for x in parts]])
 
@@ -735,7 +735,7 @@ def _name_numbers(
     checks = [text.removeprefix(_EARLIER_FIELD).split(" ")[1:] for text in texts]
     tensors = [(call, f"{x} of call {call.number}") for call in calls for x in call.numbers.names]
     columns = list[Any]()
-    if all(len(row) == len(tensors) for row in checks):  # else a record had no room for so many
+    if all(len(row) == len(tensors) for row in checks):  # else a record was too short for so many
         columns = [x for x in zip(tensors, *checks, strict=True) if len(set(x[1:])) > 1]
     if not columns:
         return records, list(calls[:_MAX_NAMED])

@@ -500,7 +500,7 @@ def test_numbers_on_gpus_are_compared_by_one_record_of_sixteen_comparisons_or_by
             assert ", checksum: " in message and " cos" not in message, message
             assert f"call {2 * odd + 1}: layer {odd % 4}" in message, message
             assert message.count("\nin call") == 1 and count in found, (count, message)
-    # Without room in the record for a checksum of each: the first calls that may be meant.
+    # Where a record is too short for a checksum of each: the first calls that may be meant.
     for message, count in pool.run(numbers_on_gpus, 2, odd=2, calls=20, more=20):
         assert "call 5: layer 2" in message and message.count("\nin call") == 4, message
         assert "equal on all ranks: " not in message and count == 17, message

@@ -81,7 +81,7 @@ REFUSED = ("QwenImageTransformer2DModel", "LTX2VideoTransformer3DModel")
 
 
 def derived(ctx: RankContext) -> dict[str, Any]:
-    """As if ds_usp had no plan: errors of two passes of other lengths, or how they are refused."""
+    """Return the errors of two passes of other lengths by plans of diffusers, or their refusals."""
     found: dict[str, Any] = {}
     for name in (*DERIVED, *REFUSED):
         transformer = tiny_diffusers.build(name).eval()

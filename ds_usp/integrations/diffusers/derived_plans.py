@@ -28,8 +28,8 @@ class DerivedPlan(Plan):
 
 # Note [plans of diffusers]
 # diffusers' plan says which tensors are split and gathered, along which dims. It does not say which
-# of them are text, which attention modules have all tokens, and which text that stays whole: that
-# is told from names, and the first pass of each rank is computed as one process computes it, too.
+# of them are text, which attention modules have all tokens, and which text that stays whole. Names
+# decide that, and each rank computes its first pass as one process does, too, and compares.
 def plan_of_diffusers(transformer: nn.Module) -> DerivedPlan | None:
     """The plan of a class by its ``_cp_plan``, or None where diffusers has none either."""
     entries: Mapping[str, Any] = getattr(type(transformer), "_cp_plan", None) or {}

@@ -313,7 +313,7 @@ class _AllKeys(Keys):
     """Keys of a decoder.
 
     Attributes:
-        before: the length that the layer is told of its cache: keys before this rank's queries.
+        before: the length of its cache that the layer reads: keys before this rank's queries.
     """
 
     before = 0
