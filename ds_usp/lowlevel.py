@@ -171,19 +171,19 @@ def _launcher_passes_constexprs() -> bool:
     return _TRITON[0] <= version < _TRITON[1]
 
 
-def refuse_second_derivative(what: str, error: type[USPError] = ConfigError) -> None:
+def refuse_second_derivative(operation: str, error: type[USPError] = ConfigError) -> None:
     """Call it in the backward pass of an ``autograd.Function`` whose operations autograd cannot
     follow: collectives, kernels, gradients that the forward pass has computed. Their derivatives
-    would be missing from the result without an error. ``what`` has the gradient, in the message.
+    would be missing from the result without an error. ``operation`` is named in the message.
 
     Raises:
         USPError: of the class ``error``, where autograd records this backward pass.
     """
     if torch.is_grad_enabled():
         raise error(
-            f"the gradient of {what} was asked to be differentiable itself (create_graph=True, or "
-            "torch.func of a gradient), which is not computed here: leave create_graph out, or "
-            f"compute this part of the loss without {what}"
+            f"the gradient of {operation} was asked to be differentiable itself "
+            "(create_graph=True, or torch.func of a gradient), which is not computed here: leave "
+            f"create_graph out, or compute this part of the loss without {operation}"
         )
 
 

@@ -175,11 +175,12 @@ def attention_in_blocks(
     blocks = [(group, start) for group in range(k.shape[2]) for start in range(0, length, step)]
     positions = torch.arange(length, device=q.device)
     for group, start in blocks[rank::world]:
-        rows, own = slice(start, start + step), slice(group * group_size, (group + 1) * group_size)
-        sinks = None if tensors.sinks is None else tensors.sinks[own]
+        rows = slice(start, start + step)
+        q_heads = slice(group * group_size, (group + 1) * group_size)
+        sinks = None if tensors.sinks is None else tensors.sinks[q_heads]
         inputs = [
             x.detach().double().requires_grad_(backward)
-            for x in (q[:, rows, own], k[:, :, group, None], v[:, :, group, None], sinks)
+            for x in (q[:, rows, q_heads], k[:, :, group, None], v[:, :, group, None], sinks)
             if x is not None
         ]
         out, lse = dense_attention(
@@ -191,16 +192,17 @@ def attention_in_blocks(
             softcap=softcap,
             sinks=None if sinks is None else inputs[3],
         )
-        results["out"][:, rows, own], results["lse"][:, own, rows] = out.detach(), lse.detach()
+        results["out"][:, rows, q_heads] = out.detach()
+        results["lse"][:, q_heads, rows] = lse.detach()
         if backward:
             dq, dk, dv, *dsinks = torch.autograd.grad(
-                out, inputs, tensors.dout[:, rows, own].double()
+                out, inputs, tensors.dout[:, rows, q_heads].double()
             )
-            results["dq"][:, rows, own] = dq
+            results["dq"][:, rows, q_heads] = dq
             results["dk"][:, :, group] += dk[:, :, 0]
             results["dv"][:, :, group] += dv[:, :, 0]
             for gradient in dsinks:
-                results["dsinks"][own] += gradient
+                results["dsinks"][q_heads] += gradient
     if world > 1:
         for result in results.values():
             dist.all_reduce(result)

@@ -351,7 +351,9 @@ def _attention(
         return Signature.of(signature, *_module_text(module)), plan
 
     sinks = call.options.scores.sinks
-    plan = check_on_all_ranks(mesh, check, q, alike=None if sinks is None else {"sinks": sinks})
+    plan = check_on_all_ranks(
+        mesh, check, q, replicated=None if sinks is None else {"sinks": sinks}
+    )
     call_number = mesh.consistency.number
     run = ForwardPass(plan, sinks, (q, k, v), save=save)
     run.execute(plan.forward)

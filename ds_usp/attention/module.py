@@ -93,14 +93,14 @@ def hashable_documents(documents: Any) -> object:
         return None
 
 
-def warn_not_called(local_attention: object, attention: LocalAttention, where: str) -> None:
+def warn_not_called(local_attention: object, attention: LocalAttention, condition: str) -> None:
     """Warn, once for each class and condition, that a local attention is not called, but
     computed."""
     scale = "head_dim ** -0.5" if attention.softmax_scale is None else attention.softmax_scale
     warn_once(
-        f"USPAttention does not call the local attention {type(local_attention).__name__} {where}: "
-        f"ds_usp's own kernels compute it, with mask {attention.mask.band}, softmax_scale {scale}, "
-        f"dropout {attention.dropout_p} in training",
+        f"USPAttention does not call the local attention {type(local_attention).__name__} "
+        f"{condition}: ds_usp's own kernels compute it, with mask {attention.mask.band}, "
+        f"softmax_scale {scale}, dropout {attention.dropout_p} in training",
         rank=dist.get_rank() if dist.is_initialized() else 0,
     )
 

@@ -711,7 +711,7 @@ def check_on_all_ranks(
     check: Callable[[], tuple[Signature, ResultT]],
     like: object = None,
     layout: object = None,
-    alike: Mapping[str, torch.Tensor] | None = None,
+    replicated: Mapping[str, torch.Tensor] | None = None,
 ) -> ResultT:
     """Run a check on every rank; returns only if all passed with the same call signature.
 
@@ -720,7 +720,7 @@ def check_on_all_ranks(
         like: a tensor of the call. Where it is on a GPU and the call is a known one, the comparison
             is deferred (``ConsistencyChecker``).
         layout: the argument of the call.
-        alike: tensors of the call, on one device, that hold the same numbers on every rank;
+        replicated: tensors of the call, on one device, that hold the same numbers on every rank;
             ``check`` may add to them.
 
     Raises:
@@ -731,7 +731,7 @@ def check_on_all_ranks(
     check_mesh(mesh)
     try:
         signature, result = check()
-        numbers = SharedNumbers(alike) if alike and mesh.sp_group is not None else None
+        numbers = SharedNumbers(replicated) if replicated and mesh.sp_group is not None else None
     except Exception as error:
         mesh.consistency.check_call("", error=error)
         raise

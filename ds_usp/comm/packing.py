@@ -68,9 +68,9 @@ class PackPlan:
     ``[P, T, B, features]``."""
 
     def __init__(
-        self, shape: tuple[int, int, int, int], own: OwnTokens, views: Sequence[SendViews]
+        self, shape: tuple[int, int, int, int], kept: OwnTokens, views: Sequence[SendViews]
     ) -> None:
-        self.shape, self.own, self.views = shape, own, tuple(views)
+        self.shape, self.kept, self.views = shape, kept, tuple(views)
         self.head_shapes = tuple([(x.size[3], x.size[4]) for x, _ in self.views])
 
     def pack(
@@ -92,7 +92,7 @@ class PackPlan:
         pairs = zip(self.views, sources, outs, strict=True)
         tensors = [SendTensor(a.of(source), b.of(out)) for (a, b), source, out in pairs]
         buffer = staging.view(self.shape)
-        pack_for_send(buffer, self.own, self.head_shapes, tensors, already_packed=already_packed)
+        pack_for_send(buffer, self.kept, self.head_shapes, tensors, already_packed=already_packed)
 
     @cached_property
     def _fused(self) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
@@ -126,7 +126,7 @@ def copy_or_sum_into(out: torch.Tensor, source: torch.Tensor | DeferredSum) -> N
 
 def pack_for_send(
     staging: torch.Tensor,
-    own: OwnTokens,
+    kept: OwnTokens,
     shapes: HeadShapes,
     tensors: Sequence[SendTensor],
     *,
@@ -136,11 +136,11 @@ def pack_for_send(
 
     Args:
         staging: ``[P, T, B, features]``, dense; a token's heads of all tensors are neighbours.
-        own: what this rank keeps; it is undefined in ``staging`` afterwards.
+        kept: this rank's own tokens, which are undefined in ``staging`` afterwards.
         shapes: heads and head dim of each tensor.
         already_packed: they are in ``staging``: only ``local_out`` is written.
     """
-    piece, runs = own
+    piece, runs = kept
     if not already_packed:
         # What lies between this rank's own runs: every second pair of neighbouring bounds.
         between = pairwise((0, *chain.from_iterable([run[:2] for run in runs]), staging.shape[1]))

@@ -17,17 +17,17 @@ _MAX_TENSORS = 3  # q, k and v
 _TILE = 8192  # elements of a program
 _COLUMNS = 1024
 # Numbers that differ between lengths and ranks: none is to be compiled for.
-_OPEN = ("own", "start0", "stop0", "place0", "start1", "stop1", "place1", "tokens")
+_OPEN = ("own_piece", "start0", "stop0", "place0", "start1", "stop1", "place1", "tokens")
 
 
 # Packs up to three tensors [pieces, tokens, batch, width] into staging [pieces, tokens, batch,
 # features]; grid (row blocks, pieces, tensors). This rank's own tokens, start0:stop0 and
-# start1:stop1 (empty: there is one run) of the piece ``own``, go to its own outputs, dst, from
-# place0 and place1 on. With ONLY_OWN the grid has these runs instead of the pieces.
+# start1:stop1 (empty: there is one run) of ``own_piece``, go to its own outputs, dst, from place0
+# and place1 on. With ONLY_OWN the grid has these runs instead of the pieces.
 @triton.jit(do_not_specialize=_OPEN)
 def _pack_for_send(  # type: ignore[no-untyped-def]
     staging, src0, src1, src2, dst0, dst1, dst2,
-    own, start0, stop0, place0, start1, stop1, place1, tokens, batch, features,
+    own_piece, start0, stop0, place0, start1, stop1, place1, tokens, batch, features,
     piece0, token0, sample0, local_token0, local_sample0, width0,
     piece1, token1, sample1, local_token1, local_sample1, width1,
     piece2, token2, sample2, local_token2, local_sample2, width2,
@@ -39,13 +39,13 @@ def _pack_for_send(  # type: ignore[no-untyped-def]
         first = tl.where(piece == 0, start0, start1)
         stop = tl.where(piece == 0, stop0, stop1)
         row += first.to(tl.int64) * batch
-        piece = own.to(tl.int64)
+        piece = own_piece.to(tl.int64)
     else:
         stop = tokens
     token, sample = row // batch, row % batch
     inside = token < stop
     second = (token >= start1) & (token < stop1)
-    is_own = (piece == own) & (second | ((token >= start0) & (token < stop0)))
+    is_own = (piece == own_piece) & (second | ((token >= start0) & (token < stop0)))
     place = token + tl.where(second, place1 - start1, place0 - start0)
     if tensor == 0:
         source = src0 + piece * piece0
@@ -83,10 +83,11 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
             return None
         strides.append((*view.stride[:3], *local_out.stride[:2], heads * dim))
     pieces, tokens, batch, features = plan.shape
-    own, runs = plan.own
+    own_piece, runs = plan.kept
     if len(runs) > MAX_SLICES:
         return None
     own_runs = (*chain(*runs), *(0, 0, 0) * (MAX_SLICES - len(runs)))
+    numbers = own_piece, *own_runs, tokens, batch, features
     longest = max([stop - start for start, stop, _ in runs], default=0)
     parts = [slice(i, i + _MAX_TENSORS) for i in range(0, len(strides), _MAX_TENSORS)]
 
@@ -100,7 +101,7 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
             launch = PreparedLaunch(
                 _pack_for_send,
                 (triton.cdiv(tokens_of_grid * batch, rows), pieces_of_grid, len(of_part)),
-                (own, *own_runs, tokens, batch, features, *chain(*of_part, *of_part[:1] * unused)),
+                (*numbers, *chain(*of_part, *of_part[:1] * unused)),
                 num_warps=8,
                 ONLY_OWN=only_own,
                 ROWS=rows,

@@ -137,14 +137,14 @@ def plan_to_heads(
         local_out = StridedView((tokens, batch, num_heads, dim), (row, features, dim, 1), offset)
         views.append(SendViews(heads_by_rank(slices.ranks, head_range, shape, stride), local_out))
         offset += num_heads * dim
-    own = OwnTokens(rank, tuple([(x.row, x.row + x.length, x.start) for x in slices.by_rank[rank]]))
+    runs = tuple([(x.row, x.row + x.length, x.start) for x in slices.by_rank[rank]])
     recvs = []
     for peer in next_ranks(rank, slices.ranks):
         piece = rank * slices.lengths[peer]
         for x in slices.by_rank[peer]:
             view = StridedView((x.length * row,), (1,), x.start * row)
             recvs.append(HeadsRecv(peer, (piece + x.row) * row, view))
-    return sizes, PackPlan(sizes.by_rank, own, views), tuple(recvs)
+    return sizes, PackPlan(sizes.by_rank, OwnTokens(rank, runs), views), tuple(recvs)
 
 
 @lru_cache(maxsize=4096)

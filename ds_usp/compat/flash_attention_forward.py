@@ -557,8 +557,8 @@ class _FlashAttentionForward:
             )
 
 
-def _check_tensors(**given: Any) -> None:
-    for name, x in given.items():
+def _check_tensors(**arguments: Any) -> None:
+    for name, x in arguments.items():
         if x is None:
             continue
         if not isinstance(x, Tensor):
@@ -686,16 +686,16 @@ def _local_steps(
     return steps
 
 
-def _largest_by_documents(layout: TokenLayout, rank: int, borders: Borders, own: int) -> list[int]:
+def _largest_by_documents(layout: TokenLayout, rank: int, borders: Borders, end: int) -> list[int]:
     """Return each rank's largest position, plus 1, of known documents: positions start anew in
-    each. Where this rank's ``own`` is another, or not known, they may go on through all too."""
+    each. Where this rank's, ``end``, is another, or 0, unknown, they may go on through all too."""
     index = [local_positions(layout, each) for each in range(layout.ulysses * layout.ring)]
     through = [int(x.max()) + 1 for x in index]
     starts = torch.tensor(borders[:-1])
     anew = [
         int((x - starts[torch.searchsorted(starts, x, right=True) - 1]).max()) + 1 for x in index
     ]
-    return anew if own == anew[rank] else anew + through
+    return anew if end == anew[rank] else anew + through
 
 
 def _documents(whole: Tensor) -> tuple[Borders, ...]:

@@ -215,10 +215,11 @@ class _Functions:
         lengths = on_host([prepared[key] for key in _PREPARED[:2]])
         queries, visible = (list(_borders_in(name, x)) for x in lengths)
         first, last = mesh.rank * tokens, (mesh.rank + 1) * tokens
-        own, seen = [first + x for x in queries], [keys.start + x for x in visible]
-        fits = (own[0], own[-1], seen[0], seen[-1]) == (first, last, keys.start, keys.stop)
-        fits &= own[1:-1] == seen[1:-1] and seen[0] <= first and queries == sorted(queries)
-        if not fits or (seen[-1] != last if causal else seen[-1] < last):
+        q_borders, k_borders = [first + x for x in queries], [keys.start + x for x in visible]
+        ends = q_borders[0], q_borders[-1], k_borders[0], k_borders[-1]
+        fits = ends == (first, last, keys.start, keys.stop) and queries == sorted(queries)
+        fits &= q_borders[1:-1] == k_borders[1:-1] and k_borders[0] <= first
+        if not fits or (k_borders[-1] != last if causal else k_borders[-1] < last):
             raise ConfigError(
                 f"cu_seqlens_q {queries}, cu_seqlens_k {visible} and local_k_slice {keys} are not "
                 f"those of the tokens {first} to {last} of rank {mesh.rank} with causal={causal}"
@@ -227,10 +228,10 @@ class _Functions:
             )
         starts = torch.zeros(tokens, dtype=torch.bool, device=prepared[_PREPARED[0]].device)
         starts[queries[1:-1]] = True
-        starts[0] = seen[0] == first
+        starts[0] = k_borders[0] == first
         whole = mesh.gather(starts, mesh.layout("contiguous", tokens * mesh.sp_degree), 0)
         borders = (*whole.nonzero().flatten().tolist(), len(whole))
-        if not causal and not {seen[0], seen[-1]} <= set(borders):
+        if not causal and not {k_borders[0], k_borders[-1]} <= set(borders):
             raise ConfigError(
                 f"local_k_slice {keys} of rank {mesh.rank} ends inside a document of {borders}, "
                 "and causal=False: prepare the lengths with causal=False"

@@ -454,15 +454,15 @@ def _halo_of_rank(
     sends: list[list[list[tuple[int, int]]]],
     needs: dict[Piece, list[tuple[int, int]]],
 ) -> Halo:
-    own = chains.by_rank[rank]
-    edges = {edge for piece in own for edge in (piece.offset, piece.offset + piece.length)}
-    behind = [piece.offset + min(width, piece.length) for piece in own]
+    pieces = chains.by_rank[rank]
+    edges = {edge for piece in pieces for edge in (piece.offset, piece.offset + piece.length)}
+    behind = [piece.offset + min(width, piece.length) for piece in pieces]
     edges |= set(behind)
     edges |= {edge for spans in sends[rank] for span in spans for edge in span}
     ordered = sorted(edges)
     cut_at = {edge: index for index, edge in enumerate(ordered)}
-    pieces = tuple((cut_at[p.offset], cut_at[p.offset + p.length]) for p in own)
-    heads = tuple((first, cut_at[edge]) for (first, _), edge in zip(pieces, behind, strict=True))
+    cuts = tuple((cut_at[p.offset], cut_at[p.offset + p.length]) for p in pieces)
+    heads = tuple((first, cut_at[edge]) for (first, _), edge in zip(cuts, behind, strict=True))
     to_ranks = tuple(
         tuple(cut for a, b in spans for cut in range(cut_at[a], cut_at[b])) for spans in sends[rank]
     )
@@ -472,6 +472,6 @@ def _halo_of_rank(
     for spans, tokens in zip(spans_of, received, strict=True):
         begins.append(list(accumulate((b - a for a, b in spans), initial=total)))
         total += tokens
-    halos = tuple(tuple((begins[s][n], begins[s][n + 1]) for s, n in needs[piece]) for piece in own)
+    halos = tuple(tuple((begins[s][n], begins[s][n + 1]) for s, n in needs[p]) for p in pieces)
     lengths = tuple(b - a for a, b in pairwise(ordered))
-    return Halo(lengths, pieces, heads, to_ranks, received, halos, width, False)
+    return Halo(lengths, cuts, heads, to_ranks, received, halos, width, False)

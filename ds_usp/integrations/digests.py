@@ -42,11 +42,11 @@ class ArgumentsDigest:
     and by plain values. Mappings, lists and tuples are gone through; ``meta`` has no values.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype, torch.device]] = {}
         plain: list[str] = []
         sums: dict[torch.device, list[Tensor]] = {}
-        for name, x in flat("", given):
+        for name, x in flat("", arguments):
             if isinstance(x, Tensor):
                 self._tensors[name] = tuple(x.shape), x.dtype, x.device
                 sums.setdefault(x.device, []).append(_sum_of_bits(x))

@@ -134,7 +134,7 @@ class ModelComparison:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelComparison:
         return ModelComparison(self._mesh, deepcopy(self._model, memo))
 
-    def begin(self, what: str, text: str) -> None:
+    def begin(self, subject: str, text: str) -> None:
         """Compare a text and the model's settings; weights and train or eval mode not, which may be
         loaded and set later. ``SequenceMesh.check`` compares the model from now on. Again where
         settings were changed between passes. Collective over the mesh.
@@ -146,7 +146,7 @@ class ModelComparison:
             return
         self._read()
         settings = _digest(self._settings(modes=False))
-        self.agree(what, text, f"settings {settings}", weights=False)
+        self.agree(subject, text, f"settings {settings}", weights=False)
         models = self._mesh.checks.setdefault("models", _ModelsOfMesh())
         if all(reference() is not self for reference in models):
             models.append(ref(self))
@@ -219,7 +219,7 @@ class ModelComparison:
             self._digest = self._digest_of(now)
 
     def agree(
-        self, what: str, text: str, held: str, advice: str = "", weights: bool = True
+        self, subject: str, text: str, model_text: str, advice: str = "", weights: bool = True
     ) -> None:
         """Compare a text, and what this rank holds of the model. Collective over the mesh.
 
@@ -227,9 +227,9 @@ class ModelComparison:
             MeshError: they differ. If models do, it names the first setting or weight; else it ends
                 with the advice.
         """
-        prefix = f"{what} (the model: "
+        prefix = f"{subject} (the model: "
         try:
-            self._mesh.agree(f"{prefix}{held}), {text}")
+            self._mesh.agree(f"{prefix}{model_text}), {text}")
         except MeshError as different:
             # Only where each rank has posted this are all of them here, and none waits elsewhere.
             posted = different.signatures
@@ -239,7 +239,7 @@ class ModelComparison:
             if worse is not None:
                 raise worse from None
             try:
-                self._mesh.agree(f"{what} {text}")
+                self._mesh.agree(f"{subject} {text}")
             except MeshError as other:
                 message = "\n".join(filter(None, (str(other), advice)))
                 raise MeshError(message, other.signatures, other.layouts) from None
@@ -268,8 +268,8 @@ class ModelComparison:
             for each in ranks:
                 each["settings"].pop(name, None)
         error = None
-        for what, advice in (("settings", _TO_SET), ("weights", _TO_LOAD)):
-            error = error or _first_difference([each[what] for each in ranks], what, advice)
+        for kind, advice in (("settings", _TO_SET), ("weights", _TO_LOAD)):
+            error = error or _first_difference([each[kind] for each in ranks], kind, advice)
         if error is None and weights:
             self._false_alarms += any(each["changed"] != local_values["changed"] for each in ranks)
             self._turn = max(each["turn"] for each in ranks)
@@ -505,7 +505,7 @@ def gathered_values(mesh: SequenceMesh, value: Any) -> list[Any]:
     return [json.loads(x) for x in all_gather_bytes(data.ljust(longest), group)]
 
 
-def _first_difference(ranks: list[Entries], what: str, advice: str) -> MeshError | None:
+def _first_difference(ranks: list[Entries], kind: str, advice: str) -> MeshError | None:
     names = dict.fromkeys(name for each in ranks for name in each)
     differ = [x for x in names if any(each.get(x) != ranks[0].get(x) for each in ranks)]
     if not differ:
@@ -520,7 +520,7 @@ def _first_difference(ranks: list[Entries], what: str, advice: str) -> MeshError
     records = [CallRecord(Signature((f"{differ[0]}: {value}",))) for value in values]
     error = mismatch_error(records)
     advice += _TO_VOUCH if "hooks." in differ[0] else ""
-    message = f"{error}\n{len(differ)} of {len(names)} {what} of the model differ. {advice}"
+    message = f"{error}\n{len(differ)} of {len(names)} {kind} of the model differ. {advice}"
     return MeshError(message, error.signatures)
 
 
@@ -529,11 +529,11 @@ class _ModelsOfMesh(list["ref[ModelComparison]"]):
 
     def __call__(self, mesh: SequenceMesh) -> None:
         # One that was dropped may still be there on some ranks, until its memory is collected.
-        models = {str(i): model for i, held in enumerate(self) if (model := held()) is not None}
+        models = {str(i): model for i, weak in enumerate(self) if (model := weak()) is not None}
         # A rank without memory for its samples must not leave the others waiting for them.
         with mesh.agreeing("a check of the models"):
-            held = {x: ArgumentsDigest(model.of_pass(True)).text() for x, model in models.items()}
-        ranks = gathered_values(mesh, held)
+            digests = {x: ArgumentsDigest(y.of_pass(True)).text() for x, y in models.items()}
+        ranks = gathered_values(mesh, digests)
         for number, model in models.items():
             texts = {each.get(number) for each in ranks}
             error = model.difference() if len(texts) > 1 and None not in texts else None

@@ -123,8 +123,8 @@ class ValuesComparison:
 @contextmanager
 def same_on_all_ranks(
     mesh: SequenceMesh,
-    what: str,
-    given: Mapping[str, Any],
+    subject: str,
+    arguments: Mapping[str, Any],
     model: ModelComparison,
     *,
     advice: str = "",
@@ -134,7 +134,7 @@ def same_on_all_ranks(
     well or not: what one rank refuses every rank refuses. Collective over the mesh.
 
     Args:
-        what: precedes the arguments in the error.
+        subject: precedes the arguments in the error.
         advice: ends it, where they differ.
         deferred: leave values on GPUs to :meth:`ValuesComparison.finish`, so that a GPU need not
             be idle until the host has read them. They may not decide which collectives the pass
@@ -155,18 +155,18 @@ def same_on_all_ranks(
         yield values
         if mesh.sp_group is None:
             return
-        arguments, held = ArgumentsDigest(given), ArgumentsDigest(model.of_pass())
+        digest, model_digest = ArgumentsDigest(arguments), ArgumentsDigest(model.of_pass())
     except Exception as error:
-        mesh.agree(what, error)
+        mesh.agree(subject, error)
         raise
-    known = not deferred or (arguments.is_known and held.is_known)
-    model.agree(what, arguments.text(known), held.text(known), advice)
-    if known:
+    with_values = not deferred or (digest.is_known and model_digest.is_known)
+    model.agree(subject, digest.text(with_values), model_digest.text(with_values), advice)
+    if with_values:
         model.end_pass()
         return
 
     def finish() -> None:
-        model.agree(f"values of {what}", arguments.text(), held.text(), advice)
+        model.agree(f"values of {subject}", digest.text(), model_digest.text(), advice)
         model.end_pass()
 
     values.finish = finish

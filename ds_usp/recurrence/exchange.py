@@ -96,7 +96,7 @@ class ExchangeCall:
 
         arguments, self._given = self._given, None  # the graph keeps the call: no inputs with it
         like = arguments[0][0] if isinstance(arguments[0], Sequence) and arguments[0] else None
-        result = check_on_all_ranks(self.mesh, check, like, alike=parameters)
+        result = check_on_all_ranks(self.mesh, check, like, replicated=parameters)
         self.number = self.mesh.consistency.number
         return result
 
@@ -112,10 +112,11 @@ class ExchangeCall:
                 f"layout={layout!r} must be a TokenLayout, which mesh.layout(kind, seq_len) makes"
             )
         self.mesh.check_degrees(layout)
-        for what, value in (("tensors", tensors), ("dims", dims)):
+        for argument, value in (("tensors", tensors), ("dims", dims)):
             if not isinstance(value, Sequence):
                 raise ConfigError(
-                    f"{what} of {self.name} must be a list or tuple, got a {type(value).__name__}"
+                    f"{argument} of {self.name} must be a list or tuple, got a "
+                    f"{type(value).__name__}"
                 )
         if len(dims) != len(tensors):
             raise ConfigError(f"{len(tensors)} tensors have {len(dims)} dims, one each is needed")

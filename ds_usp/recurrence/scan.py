@@ -176,15 +176,15 @@ def affine_scan(
     return call.leave(out, out_dim)
 
 
-def _check_out(out: object, dim: int, rows: int, tokens: int, what: str) -> str:
+def _check_out(out: object, dim: int, rows: int, tokens: int, source: str) -> str:
     """The shape, but for the tokens; ConfigError if it is no output of so many tokens."""
     if not isinstance(out, torch.Tensor):
-        raise ConfigError(f"the output of {what} is a {type(out).__name__}, not a tensor")
+        raise ConfigError(f"the output of {source} is a {type(out).__name__}, not a tensor")
     shape = list[object](out.shape)
     fits = -out.ndim <= dim < out.ndim and dim % out.ndim != 0
     if not fits or out.shape[dim] != tokens or len(out) != rows:
         raise ConfigError(
-            f"the output of {what} is {shape} with out_dim={dim}: it needs {rows} rows along dim "
+            f"the output of {source} is {shape} with out_dim={dim}: it needs {rows} rows along dim "
             f"0 and {tokens} tokens along out_dim, another dim"
         )
     shape[dim] = "s"
@@ -283,18 +283,18 @@ class Transfer:
     chains: StateChains
     dtype: torch.dtype
 
-    def states(self, own: Sequence[Piece], maps: PieceMaps) -> dict[Piece, torch.Tensor]:
-        known: dict[Piece, Map] = {}
-        for piece, a, b in zip(own, maps.transitions, maps.states, strict=True):
+    def states(self, pieces: Sequence[Piece], maps: PieceMaps) -> dict[Piece, torch.Tensor]:
+        local_maps: dict[Piece, Map] = {}
+        for piece, a, b in zip(pieces, maps.transitions, maps.states, strict=True):
             if piece.exports and b is not None:
                 across = a.to(self.dtype) if piece.imports and a is not None else None
-                known[piece] = across, b.to(self.dtype)
-        return self._by_doubling(known) if self.chains.doubles else self._directly(known)
+                local_maps[piece] = across, b.to(self.dtype)
+        return self._by_doubling(local_maps) if self.chains.doubles else self._directly(local_maps)
 
-    def _directly(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
-        got, rank = known, self.call.mesh.rank
+    def _directly(self, local_maps: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
+        maps, rank = local_maps, self.call.mesh.rank
         for moves in self.chains.rounds_of(rank):
-            got = self._received(moves, known)
+            maps = self._received(moves, local_maps)
         states, after = dict[Piece, torch.Tensor](), dict[Piece, torch.Tensor]()
         for piece, before, goes_on in self.chains.folds(rank):
             state = None
@@ -303,33 +303,33 @@ class Transfer:
             if piece.rank == rank and state is not None:
                 states[piece] = state
             if goes_on:
-                own = got[piece]
-                after[piece] = own[1] if state is None else self._compose(own, (None, state))[1]
+                folded = maps[piece] if state is None else self._compose(maps[piece], (None, state))
+                after[piece] = folded[1]
         return states
 
-    def _by_doubling(self, known: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
+    def _by_doubling(self, local_maps: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
         rank = self.call.mesh.rank
         *rounds, last = self.chains.rounds_of(rank)
         for moves in rounds:
-            got = self._received(moves, known)
-            known |= {
-                move.target: self._compose(known[move.target], got[move.source])
+            maps = self._received(moves, local_maps)
+            local_maps |= {
+                move.target: self._compose(local_maps[move.target], maps[move.source])
                 for move in moves.moves
                 if move.target.rank == rank
             }
-        got = self._received(last, known)
-        return {m.target: got[m.source][1] for m in last.moves if m.target.rank == rank}
+        maps = self._received(last, local_maps)
+        return {m.target: maps[m.source][1] for m in last.moves if m.target.rank == rank}
 
     def _compose(self, later: Map, earlier: Map) -> Map:
         return self.recurrence.compose(later, earlier)
 
-    def _received(self, round_: RankRound, known: dict[Piece, Map]) -> dict[Piece, Map]:
-        """The maps that this rank has after a round, which are its own too."""
+    def _received(self, round_: RankRound, local_maps: dict[Piece, Map]) -> dict[Piece, Map]:
+        """Return the maps that this rank has after a round: its pieces' and those received."""
         rank, degree = self.call.mesh.rank, self.chains.layout.degree
         rows = self.chains.rows_of_piece
-        here = dict(known)
+        maps = dict(local_maps)
         if not round_.crosses:
-            return here
+            return maps
         shapes = [(rows, *self.recurrence.state_shape), (rows, *self.recurrence.transition_shape)]
         sizes = [prod(shape) for shape in shapes]
         parts, arriving = list[torch.Tensor](), list[Move]()
@@ -338,7 +338,7 @@ class Transfer:
             source, target = move.source.rank, move.target.rank
             elements = sum(sizes[: 1 + move.transition])
             if source == rank:
-                a, b = known[move.source]
+                a, b = local_maps[move.source]
                 parts += [b, a] if move.transition and a is not None else [b]
                 sent[target] += elements
             else:
@@ -349,5 +349,5 @@ class Transfer:
         for move in arriving:
             b = next(chunks).view(shapes[0])
             a = next(chunks).view(shapes[1]) if move.transition else None
-            here[move.source] = a, b
-        return here
+            maps[move.source] = a, b
+        return maps

@@ -87,9 +87,9 @@ class Branches:
                 parts[key] = take(f"{name}: {key}", value, batch)
         return parts
 
-    def _samples(self, where: str, value: Any, batch: int) -> Any:
+    def _samples(self, name: str, value: Any, batch: int) -> Any:
         if len(value) != batch:
-            of = f"{where} {list(value.shape)}" if isinstance(value, Tensor) else where
+            of = f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
             raise UnsupportedAttentionError(
                 f"{of} has {len(value)} samples, where the batch has {batch}: "
                 f"cfg_degree={self.degree} cannot split it; use cfg_degree=1"
@@ -97,21 +97,21 @@ class Branches:
         size = batch // self.degree
         return value[self.index * size : (self.index + 1) * size]
 
-    def _part(self, where: str, value: Any, batch: int) -> Any:
+    def _part(self, name: str, value: Any, batch: int) -> Any:
         """This part's samples of an argument; what is one for all samples as it is."""
         if isinstance(value, Mapping):
-            return {key: self._part(f"{where}.{key}", x, batch) for key, x in value.items()}
+            return {key: self._part(f"{name}.{key}", x, batch) for key, x in value.items()}
         if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value):
-            return type(value)(self._part(where, x, batch) for x in value)
+            return type(value)(self._part(name, x, batch) for x in value)
         size = batch // self.degree
         if isinstance(value, Tensor):
             if value.ndim == 0 or value.shape[0] == 1:
                 return value
-            return self._samples(where, value, batch)
+            return self._samples(name, value, batch)
         if isinstance(value, (list, tuple)) and len(value) == batch:
             if any(x != value[0] for x in value):  # diffusers reads the first one for all
                 raise UnsupportedAttentionError(
-                    f"{where} differs between samples of a batch: use cfg_degree=1"
+                    f"{name} differs between samples of a batch: use cfg_degree=1"
                 )
             return value[:size]
         return value
@@ -142,11 +142,11 @@ class Branches:
         return out
 
 
-def _refuse_some_zero(where: str, value: Tensor | None) -> None:
+def _refuse_some_zero(name: str, value: Tensor | None) -> None:
     # A pass that asks whether all of a batch is zero may answer otherwise for a part of it.
     if value is not None and len(set((value != 0).flatten(1).any(1).tolist())) > 1:
         raise UnsupportedAttentionError(
-            f"{where} is zero for some samples and not for others, and the pass asks whether it is "
+            f"{name} is zero for some samples and not for others, and the pass asks whether it is "
             "for all: a part of the batch may have another answer. Use cfg_degree=1"
         )
 
@@ -374,8 +374,8 @@ class BranchCalls:
         vars(self._transformer).pop("cache_context", None)
 
     @contextmanager
-    def _noted_context(self, name: str, **where: Any) -> Iterator[None]:
-        self._context = name, where
+    def _noted_context(self, name: str, **keywords: Any) -> Iterator[None]:
+        self._context = name, keywords
         try:
             with self._enter(self._context):
                 yield
@@ -387,9 +387,9 @@ class BranchCalls:
         if context is None:
             yield
             return
-        name, where = context
+        name, keywords = context
         enter = type(self._transformer).cache_context  # type: ignore[attr-defined]
-        with enter(self._transformer, name, **where):
+        with enter(self._transformer, name, **keywords):
             yield
 
     @torch.compiler.disable(recursive=False)

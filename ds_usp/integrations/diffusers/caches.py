@@ -119,9 +119,9 @@ class Caches:
                     "and with cfg_degree a rank has samples of one branch: use cfg_degree=1"
                 )
 
-    def check_same_parts(self, same: bool) -> None:
+    def check_same_parts(self, unchanged: bool) -> None:
         """UnsupportedAttentionError if what they hold is of other shards than this pass has."""
-        if not same and any(_has_state(hook) for _, hook in self._hooks):
+        if not unchanged and any(_has_state(hook) for _, hook in self._hooks):
             raise UnsupportedAttentionError(
                 f"{self._name}: guidance is on in some steps and off in others, which with "
                 "cfg_degree other ranks compute, and a cache holds the tokens of the steps before: "

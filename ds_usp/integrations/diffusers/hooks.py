@@ -300,25 +300,25 @@ class ShardedTransformer:
             self._kind += f", compiled {self._compiled_parts()}"  # whose attentions are not counted
             samples = "some samples of the batch"
             if len(step) > 1:
-                given, samples = arguments, f"branch {parts.index} of a step"
+                inputs, samples = arguments, f"branch {parts.index} of a step"
             else:
-                given = parts.split(name, arguments, self._plan)
-            given = {k: x for k, x in given.items() if k not in self._plan.all_real}
+                inputs = parts.split(name, arguments, self._plan)
+            inputs = {k: x for k, x in inputs.items() if k not in self._plan.all_real}
             if self._graphs is not None:
-                mode, text = self._graphs.choose(given, parts.mesh)
+                mode, text = self._graphs.choose(inputs, parts.mesh)
                 if len(step) > 1:  # texts of other lengths make passes of other kinds
                     samples += f", {text}"
                 else:
                     compared["the pass is"] = text
         with self._declared_to_ranks():
-            return (), self._begin_pass(name, values, mode, given, samples)
+            return (), self._begin_pass(name, values, mode, inputs, samples)
 
     def _begin_pass(
         self,
         name: str,
         values: ValuesComparison,
         mode: Mode,
-        given: dict[str, Any],
+        inputs: dict[str, Any],
         samples: str,
     ) -> dict[str, Any]:
         parts = self._parts
@@ -330,12 +330,12 @@ class ShardedTransformer:
         self.state = PassState(name, parts.mesh, self._options, tokens, values)
         self.state.joined = mode is Mode.REPLAY  # as it was when it was captured
         if self._plan.gathered_if is not None:
-            self.state.gathers = bool(given.get(self._plan.gathered_if))
+            self.state.gathers = bool(inputs.get(self._plan.gathered_if))
         if torch.is_grad_enabled() or self.transformer.training:
             self._wrap_checkpoints(self.state)
             self._hook_dropouts()
-        _shard_named(self.state, given, self._plan.inputs.get("", {}))
-        return given
+        _shard_named(self.state, inputs, self._plan.inputs.get("", {}))
+        return inputs
 
     @contextmanager
     def _declared_to_ranks(self) -> Iterator[None]:
@@ -461,8 +461,8 @@ class ShardedTransformer:
         if len(self._attended) >= _KINDS:  # a plain number that is another one in each step
             self._attended.clear()
         self._attended[self._kind] = most
-        known = self._caches or self._options.step_cache or self._graphs is not None
-        if state.joined and state.attended < most and not known:
+        fewer_expected = self._caches or self._options.step_cache or self._graphs is not None
+        if state.joined and state.attended < most and not fewer_expected:
             raise UnsupportedAttentionError(
                 f"{type(self.transformer).__name__}: {state.attended} attentions in a pass, and "
                 f"{most} in an earlier one of the same arguments: something skips blocks, and "
@@ -728,7 +728,7 @@ def _shard_value(state: PassState, value: Any, dims: Dims, *, argument: bool = F
     if isinstance(value, (list, tuple)):
         each = dims if isinstance(dims, tuple) else (dims,) * len(value)
         pairs = zip(value, each, strict=True)
-        return type(value)(_shard_value(state, x, own, argument=argument) for x, own in pairs)
+        return type(value)(_shard_value(state, x, x_dims, argument=argument) for x, x_dims in pairs)
     if isinstance(value, Tensor) and isinstance(dims, TokenDim):
         return state.shard(value, dims, argument=argument)
     return value

@@ -496,7 +496,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, Any]) -> None:
     """UnsupportedAttentionError for arguments that the plan does not know."""
-    known = plan.arguments | {"return_dict"}
+    served = plan.arguments | {"return_dict"}
     has_adapter = getattr(transformer, "encoder_hid_proj", None) is not None
     for name, value in arguments.items():
         if name in ATTENTION_KWARGS:
@@ -505,7 +505,7 @@ def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, 
                     _check_lora_scale(transformer, inner)
                 elif _is_given(inner) and not (key in plan.adapters and has_adapter):
                     raise _refusal(transformer, key, f" in {name}")
-        elif name not in known and _is_given(value):
+        elif name not in served and _is_given(value):
             raise _refusal(transformer, name)
         elif name in plan.all_real and value is not None and not bool(value.all()):
             raise UnsupportedAttentionError(
@@ -540,11 +540,11 @@ def _is_given(value: Any) -> bool:
     return isinstance(value, Tensor) or bool(value)
 
 
-def _refusal(transformer: nn.Module, name: str, where: str = "") -> UnsupportedAttentionError:
+def _refusal(transformer: nn.Module, name: str, location: str = "") -> UnsupportedAttentionError:
     advice = "its plan does not know whether that has tokens; leave it out"
-    if not where and name not in parameters_of(transformer):
+    if not location and name not in parameters_of(transformer):
         advice = f"diffusers {diffusers.__version__} knows no such argument; leave it out"
     for part, text in _ADVICE.items():
         if part in name:
             advice = text
-    return UnsupportedAttentionError(f"{type(transformer).__name__}: {name}{where}: {advice}")
+    return UnsupportedAttentionError(f"{type(transformer).__name__}: {name}{location}: {advice}")

@@ -210,13 +210,13 @@ class Plan:
                 raise _differs(transformer, f"the configuration has no option {option}")
 
     def _check_attention(self, transformer: ModelMixin) -> None:
-        known = {
+        planned_ids = {
             id(module)
             for path in (*self.attention, *self.local)
             for module in modules_at(transformer, path, optional=path in self.local)
         }
         for name, module in transformer.named_modules():
-            if getattr(module, "processor", None) is not None and id(module) not in known:
+            if getattr(module, "processor", None) is not None and id(module) not in planned_ids:
                 raise _differs(
                     transformer,
                     f"{name} is an attention module that it names neither in attention nor in "

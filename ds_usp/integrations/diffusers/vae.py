@@ -139,11 +139,11 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
 
     @disable_in_compile("ranks compare what they decode")
     def _whole(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        what = f"{name} of {type(self.vae).__name__} (call it on every rank, with the same values),"
-        with same_on_all_ranks(self.mesh, what, {"given": args, **kwargs}, self._model):
+        call = f"{name} of {type(self.vae).__name__} (call it on every rank, with the same values),"
+        with same_on_all_ranks(self.mesh, call, {"given": args, **kwargs}, self._model):
             check_tiles(self.vae)
-            given = (*args, *kwargs.values(), *self.vae.parameters())
-            if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given):
+            inputs = (*args, *kwargs.values(), *self.vae.parameters())
+            if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs):
                 raise UnsupportedAttentionError(
                     f"{type(self.vae).__name__}.{name} with gradients: tiles of other ranks have "
                     "none. Call it under torch.no_grad(), or disable() to train the VAE"
