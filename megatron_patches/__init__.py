@@ -69,10 +69,10 @@ def framework_of(path: Path) -> str:
     """
     if not path.expanduser().exists():
         raise ConfigError(f"{path} does not exist; give a script of a checkout")
-    checkouts = {name: known for name in frameworks() if (known := checkout_of(name))}
-    roots = {name: root for name, known in checkouts.items() if (root := known.root_of(path))}
+    checkouts = {name: checkout for name in frameworks() if (checkout := checkout_of(name))}
+    roots = {name: root for name, checkout in checkouts.items() if (root := checkout.root_of(path))}
     if not roots:
-        wanted = " or of ".join(known.wanted for known in checkouts.values())
+        wanted = " or of ".join(checkout.wanted for checkout in checkouts.values())
         raise ConfigError(f"{path} is in no checkout of {wanted}")
     innermost = max(roots.values(), key=lambda root: len(root.parts))
     names = [name for name, root in roots.items() if root == innermost]

@@ -40,8 +40,8 @@ class Guard:
     @property
     def fingerprints(self) -> tuple[str, ...]:
         """The known bodies, always a tuple."""
-        known = self.source_sha256
-        return ((known,) if known else ()) if isinstance(known, str) else known
+        digests = self.source_sha256
+        return ((digests,) if digests else ()) if isinstance(digests, str) else digests
 
     def missing(self) -> str:
         """The requirement of the distribution, for pip; "" where some version of it is there."""
@@ -52,8 +52,8 @@ class Guard:
     def version_mismatches(self) -> Iterator[str]:
         """The sentence that the distribution has another version, if so."""
         installed = _version_of(self.distribution) if self.distribution else None
-        known = SpecifierSet(self.versions, prereleases=True)
-        if installed is not None and not known.contains(installed):
+        supported = SpecifierSet(self.versions, prereleases=True)
+        if installed is not None and not supported.contains(installed):
             yield f"needs {self.distribution} {self.versions}, found {installed}"
 
     def source_mismatches(self, original: Any) -> Iterator[str]:
@@ -71,8 +71,8 @@ class Guard:
             yield f"its source cannot be read ({error}), so it cannot be compared"
             return
         if digest not in self.fingerprints:
-            known = " or ".join(self.fingerprints)
-            yield f"its source is another: expected fingerprint {known}, found {digest}"
+            expected = " or ".join(self.fingerprints)
+            yield f"its source is another: expected fingerprint {expected}, found {digest}"
 
     def __str__(self) -> str:
         version = f"{self.distribution} {self.versions}".strip()

@@ -45,10 +45,10 @@ def read_settings(
     framework: str, settings_class: type[Settings], keywords: Mapping[str, Any]
 ) -> Settings:
     """The settings of a framework from keywords; ConfigError for one that is none of them."""
-    known = [field.name for field in fields(settings_class)]  # type: ignore[arg-type]
-    unknown = sorted(set(keywords) - set(known))
+    names = [field.name for field in fields(settings_class)]  # type: ignore[arg-type]
+    unknown = sorted(set(keywords) - set(names))
     if unknown:
         raise ConfigError(
-            f"unknown setting {unknown[0]!r} of {framework}; there are {', '.join(known)}"
+            f"unknown setting {unknown[0]!r} of {framework}; there are {', '.join(names)}"
         )
     return settings_class(**keywords)

@@ -159,13 +159,13 @@ def check_dense_mask(
     def compare() -> None:
         with mesh.agreeing("a dense mask that equals the layer's rule"):
             seq_len = tokens * mesh.sp_degree
-            held = mesh.layout(layout, seq_len) if isinstance(layout, str) else layout
-            if not _equals_rule(mask, rule, held, mesh.rank):
+            token_layout = mesh.layout(layout, seq_len) if isinstance(layout, str) else layout
+            if not _equals_rule(mask, rule, token_layout, mesh.rank):
                 raise UnsupportedAttentionError(
                     f"attention_mask was given and is not the rule of this layer, {rule}, for the "
-                    f"tokens of this rank in {held}. USP attention computes one rule over global "
-                    "positions for every sequence. Pass attention_mask=None, and documents as "
-                    "packed_seq_params"
+                    f"tokens of this rank in {token_layout}. USP attention computes one rule over "
+                    "global positions for every sequence. Pass attention_mask=None, and documents "
+                    "as packed_seq_params"
                 )
 
     tensors = [mask] if isinstance(mask, Tensor) else []

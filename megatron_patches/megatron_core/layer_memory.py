@@ -109,7 +109,7 @@ def recompute_gemm_last(layer: TransformerLayer, *, mlp: bool = True) -> None:
             GemmLast.between(norm, linear)
 
 
-def _refuse(layer: TransformerLayer, what: str, options: dict[str, bool]) -> None:
+def _refuse(layer: TransformerLayer, feature: str, options: dict[str, bool]) -> None:
     """ConfigError for an MLP that is not dense, and for options of a layer that are set, with which
     recomputation by hand is not exact, or not tested."""
     config = layer.config
@@ -123,8 +123,8 @@ def _refuse(layer: TransformerLayer, what: str, options: dict[str, bool]) -> Non
     for name, is_set in refused.items():
         if is_set:
             raise ConfigError(
-                f"{what} and {name} of megatron-core do not go together: use a dense MLP and set "
-                f"none of {', '.join(list(refused)[1:])}"
+                f"{feature} and {name} of megatron-core do not go together: use a dense MLP and "
+                f"set none of {', '.join(list(refused)[1:])}"
             )
 
 

@@ -56,8 +56,8 @@ def packed_documents(
         LayoutError: documents of ``thd`` that do not divide into two chunks a rank.
     """
     offsets = [getattr(params, name, None) for name in _OFFSETS]
-    given = [name for name, x in zip(_OFFSETS, offsets, strict=True) if x is not None]
-    key = (*given, params.qkv_format, rule, layout, query.shape[0], query.device)
+    names = [name for name, x in zip(_OFFSETS, offsets, strict=True) if x is not None]
+    key = (*names, params.qkv_format, rule, layout, query.shape[0], query.device)
     return mesh.readings.of(
         [x for x in offsets if x is not None],
         key,

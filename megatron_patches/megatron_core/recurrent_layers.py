@@ -99,15 +99,15 @@ def mamba_mixer(
     Raises:
         UnsupportedAttentionError: inference.
     """
-    where: OverMesh | None = getattr(mixer, ATTRIBUTE, None)
-    if where is None:
+    over_mesh: OverMesh | None = getattr(mixer, ATTRIBUTE, None)
+    if over_mesh is None:
         return original(
             mixer, hidden_states, *inference, packed_seq_params=packed_seq_params, **options
         )
     if any(x is not None for x in (*inference, *options.values())):
         raise UnsupportedAttentionError(
-            f"layer {mixer.layer_number}: a Mamba mixer over {where.mesh.sp_degree} ranks keeps no "
-            "state for inference. Use context_parallel_size=1 to generate"
+            f"layer {mixer.layer_number}: a Mamba mixer over {over_mesh.mesh.sp_degree} ranks "
+            "keeps no state for inference. Use context_parallel_size=1 to generate"
         )
     projected, _ = mixer.in_proj(hidden_states)
     y = mixer._ssm_prefill(projected, None, None, packed_seq_params=packed_seq_params)
@@ -128,12 +128,12 @@ def mamba_between_projections(
     Shapes:
         projected: ``[s_local, b, z x B C dt]``; result: ``[s_local, b, d_inner]``.
     """
-    where: OverMesh | None = getattr(mixer, ATTRIBUTE, None)
-    if where is None:
+    over_mesh: OverMesh | None = getattr(mixer, ATTRIBUTE, None)
+    if over_mesh is None:
         return original(mixer, projected, *states, **options)
-    return _on_mesh(original, where, packed_seq_params, {"mamba_chunk_scan_combined": _mamba_scan})(
-        mixer, projected, *states, **options
-    )
+    kernels = {"mamba_chunk_scan_combined": _mamba_scan}
+    run = _on_mesh(original, over_mesh, packed_seq_params, kernels)
+    return run(mixer, projected, *states, **options)
 
 
 def gated_delta_net(
@@ -144,34 +144,33 @@ def gated_delta_net(
     **kwargs: Any,
 ) -> Any:
     """``GatedDeltaNet.forward``, which alone refuses packed documents."""
-    where: OverMesh | None = getattr(layer, ATTRIBUTE, None)
-    if where is None:
+    over_mesh: OverMesh | None = getattr(layer, ATTRIBUTE, None)
+    if over_mesh is None:
         return original(layer, *args, packed_seq_params=packed_seq_params, **kwargs)
-    return _on_mesh(original, where, packed_seq_params, {"chunk_gated_delta_rule": _delta_rule})(
-        layer, *args, **kwargs
-    )
+    kernels = {"chunk_gated_delta_rule": _delta_rule}
+    return _on_mesh(original, over_mesh, packed_seq_params, kernels)(layer, *args, **kwargs)
 
 
 def _on_mesh(
-    function: Any, where: OverMesh, packed: Any, replacements: dict[str, Callable[..., Any]]
+    function: Any, over_mesh: OverMesh, packed: Any, replacements: dict[str, Callable[..., Any]]
 ) -> Any:
     """A layer's function, with other ones under the names by which it calls kernels."""
-    where = OverMesh(where.mesh, where.layout, packed)
+    over_mesh = OverMesh(over_mesh.mesh, over_mesh.layout, packed)
     kernels = function.__globals__
     replaced = {
-        name: partial(replacement, kernels[name], where)
+        name: partial(replacement, kernels[name], over_mesh)
         for name, replacement in {"causal_conv1d_fn": _convolution, **replacements}.items()
     }
-    same = FunctionType(
+    bound = FunctionType(
         function.__code__, {**kernels, **replaced}, function.__name__, function.__defaults__
     )
-    same.__kwdefaults__ = function.__kwdefaults__
-    return same
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound
 
 
 def _convolution(
     kernel: Callable[..., Tensor] | None,
-    where: OverMesh,
+    over_mesh: OverMesh,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -192,12 +191,12 @@ def _convolution(
         padded = F.pad(tokens, (taps - 1, 0))
         return F.silu(F.conv1d(padded, weight[:, None], bias, groups=channels))
 
-    return ds_usp.causal_conv(convolve, x, taps, **where.of(x.movedim(2, 0)))
+    return ds_usp.causal_conv(convolve, x, taps, **over_mesh.of(x.movedim(2, 0)))
 
 
 def _mamba_scan(
     kernel: Callable[..., Any],
-    where: OverMesh,
+    over_mesh: OverMesh,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -214,16 +213,15 @@ def _mamba_scan(
         x, z ``[b, s_local, h, p]``, result alike; dt ``[b, s_local, h]``; A ``[h]``; B, C
         ``[b, s_local, g, n]``.
     """
-    given = {name: x for name, x in options.items() if x is not None and x is not False}
-    out = mamba2(
-        kernel, x, dt, A, B, C, chunk_size=chunk_size, **given, **where.of(x.transpose(0, 1))
-    )
+    options = {name: x for name, x in options.items() if x is not None and x is not False}
+    arguments = over_mesh.of(x.transpose(0, 1))
+    out = mamba2(kernel, x, dt, A, B, C, chunk_size=chunk_size, **options, **arguments)
     return out if z is None else out * F.silu(z)
 
 
 def _delta_rule(
     kernel: Callable[..., Any],
-    where: OverMesh,
+    over_mesh: OverMesh,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -243,6 +241,6 @@ def _delta_rule(
     if initial_state is not None or output_final_state:
         raise ConfigError("a gated delta net over ranks keeps no state between calls")
     out = delta_rule(
-        kernel, query, key, value, g, beta, **options, **where.of(query.transpose(0, 1))
+        kernel, query, key, value, g, beta, **options, **over_mesh.of(query.transpose(0, 1))
     )
     return out, None

@@ -34,11 +34,11 @@ def resolve(args: Any) -> None:
         ConfigError: kinds that are unknown, that contradict other flags, or that are not one a
             layer.
     """
-    given = not isinstance(args.cp_comm_type, NotGiven)
+    was_given = not isinstance(args.cp_comm_type, NotGiven)
     args.cp_comm_type = list(args.cp_comm_type)  # plain, because checkpoints pickle the arguments
     if args.context_parallel_size == 1:
         return
-    if not given:
+    if not was_given:
         args.cp_comm_type = [USP]
     kinds = args.cp_comm_type
     _refuse_unknown(kinds)
@@ -82,10 +82,10 @@ def is_mixed(args: Any) -> bool:
 
 
 def _refuse_unknown(kinds: Sequence[str]) -> None:
-    known = (USP, *TRANSFORMER_ENGINE_KINDS)
+    all_kinds = (USP, *TRANSFORMER_ENGINE_KINDS)
     for kind in kinds:
-        if kind not in known:
-            raise ConfigError(f"--cp-comm-type {kind} is unknown; there are {', '.join(known)}")
+        if kind not in all_kinds:
+            raise ConfigError(f"--cp-comm-type {kind} is unknown; there are {', '.join(all_kinds)}")
 
 
 def _refuse_wrong_number(kinds: Sequence[str], layers: int | None) -> None:

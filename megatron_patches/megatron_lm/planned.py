@@ -51,5 +51,5 @@ def planned_run(args: Any) -> PlannedRun:
 
 def _recompute(args: Any) -> str:
     """The planner's name of what is recomputed."""
-    own = {None: args.usp_recompute, "full": "full", "selective": "attention-only"}
-    return str(own[args.recompute_granularity])
+    planner_names = {None: args.usp_recompute, "full": "full", "selective": "attention-only"}
+    return str(planner_names[args.recompute_granularity])

@@ -84,9 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:  # of the hub, of JSON, of a model that cannot be made
         print(f"error: {name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    where = ", where position_ids are given" if refusals.positions_are_offset(model) else ""
+    condition = ", where position_ids are given" if refusals.positions_are_offset(model) else ""
     title = f"{type(model).__name__} (transformers {transformers.__version__})"
-    lines = [f"{title}: {'refused' if reasons else f'served{where}'}"]
+    lines = [f"{title}: {'refused' if reasons else f'served{condition}'}"]
     lines += [x for x in [_own_loss(model)] if x and not reasons]
     lines += [f"or refused by its first forward pass, which has failed here: {doubt}"] * bool(doubt)
     print("\n  ".join([*lines, *reasons]))

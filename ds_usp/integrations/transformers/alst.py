@@ -273,13 +273,13 @@ class _Registration:
         # A script of ALST gives shards, and enable takes whole batches: documents that end in
         # another rank's shard are seen nowhere else. Token ids are a few bytes, so they are joined.
         names = cast(EnabledModel, self._enabled)._parameters  # hooks are removed with it
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        given = {name: x for name, x in given.items() if x is not None}
-        tokens = given.get("input_ids")
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {name: x for name, x in arguments.items() if x is not None}
+        tokens = arguments.get("input_ids")
         if tokens is None:
             raise DataError("a sharded batch needs input_ids; inputs_embeds are not joined")
         layout = self._layout_of(tokens.shape[1])
-        whole = {name: self._join(name, x, layout, tokens) for name, x in given.items()}
+        whole = {name: self._join(name, x, layout, tokens) for name, x in arguments.items()}
         targets = whole.pop("shift_labels", None)
         if whole.pop("labels", None) is None or targets is None:
             return (), whole  # the script computes its loss from the logits

@@ -324,7 +324,7 @@ class StandIn(ABC):
 
     @staticmethod
     @abstractmethod
-    def refusal(what: str) -> UnsupportedAttentionError:
+    def refusal(use: str) -> UnsupportedAttentionError:
         """The error of a model that does this with it."""
 
     def __getattr__(self, name: str) -> Any:
@@ -362,9 +362,9 @@ class LayerMask(StandIn):
         self._spec: MaskSpec | None = None  # of a batch, where it takes long to make
 
     @staticmethod
-    def refusal(what: str) -> UnsupportedAttentionError:
+    def refusal(use: str) -> UnsupportedAttentionError:
         return UnsupportedAttentionError(
-            f"the model computes with its attention mask ({what}), and no rank holds a mask of the "
+            f"the model computes with its attention mask ({use}), and no rank holds a mask of the "
             "whole sequence: this model is not served; or it was disabled or paused before a "
             "backward pass that computes checkpointed layers again, which belongs before that"
         )
@@ -406,14 +406,14 @@ def _in_tree(band: _Band, packing: Packing, layer: str) -> MaskSpec:
     """The mask of a layer in a tree, with its window or chunks; UnsupportedAttentionError for a
     layer whose tokens see later ones."""
     tree = packing.causal_mask
-    what = "attention to tokens that come later" if band.mask.right != 0 else ""
+    unserved = "attention to tokens that come later" if band.mask.right != 0 else ""
     if band.blocks is not None:
-        what = "blocks of tokens that see each other both ways"
-    if what:
+        unserved = "blocks of tokens that see each other both ways"
+    if unserved:
         raise UnsupportedAttentionError(
-            f"{layer} has {what}, and the batch is a tree of shared prefixes: served are causal "
-            "layers. Give this model each answer with its prompt as a row of its own, without tree "
-            "and share_prefixes"
+            f"{layer} has {unserved}, and the batch is a tree of shared prefixes: served are "
+            "causal layers. Give this model each answer with its prompt as a row of its own, "
+            "without tree and share_prefixes"
         )
     reach = band.chunk if band.mask.left is None else band.mask.left + 1
     longest = max(
@@ -545,22 +545,22 @@ def _two_sided_window(closure: dict[str, Any], inner: _Band) -> _Band:
 
 
 def _chunk(closure: dict[str, Any], inner: _Band) -> _Band:
-    known = inner.mask.is_causal and inner.chunk is None and inner.blocks is None
-    _require(known, "chunked attention")
+    served = inner.mask.is_causal and inner.chunk is None and inner.blocks is None
+    _require(served, "chunked attention")
     return _Band(inner.mask, closure["chunk_size"])
 
 
 def _block(closure: dict[str, Any], inner: _Band) -> _Band:
-    known = inner.mask.right == 0 and inner.chunk is None and inner.blocks is None
-    _require(known, "a mask by blocks")
+    served = inner.mask.right == 0 and inner.chunk is None and inner.blocks is None
+    _require(served, "a mask by blocks")
     # Beside a window, and not inside of it, blocks would lift its left bound too.
     longest = None if inner.mask.left is None else inner.mask.left + 1
     return replace(inner, blocks=closure["block_sequence_ids"], max_block=longest)
 
 
-def _require(condition: bool, what: str) -> None:
+def _require(condition: bool, mask_kind: str) -> None:
     if not condition:
-        raise UnsupportedAttentionError(f"{what} combined with another mask is not served")
+        raise UnsupportedAttentionError(f"{mask_kind} combined with another mask is not served")
 
 
 # Masks are read from the functions that transformers composes them of, and not from a tensor of

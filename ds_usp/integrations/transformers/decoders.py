@@ -105,30 +105,31 @@ def reason_against_attention(model: PreTrainedModel) -> str:
     """Why layers of a model without transformers' attention interface cannot be sharded."""
     text = text_model(model)
     layers, gathered = attention_layers(model), gathered_layers(model)
-    own = "it computes attention itself (_supports_attention_backend is not set)"
+    reason = "it computes attention itself (_supports_attention_backend is not set)"
     if Version(transformers.__version__) < Version(_OLDEST):
-        return f"{own}: such models are served with transformers>={_OLDEST}"
+        return f"{reason}: such models are served with transformers>={_OLDEST}"
     if hasattr(text, "set_attention_type") and text.config.attention_type != "original_full":
         return (
-            f"{own}, which kind by the tokens that it is given: set attention_type='original_full'"
+            f"{reason}, which kind by the tokens that it is given: set "
+            "attention_type='original_full'"
         )
     if not layers:
-        return f"{own}, and puts no keys into a KV cache, by which a rank could get all of them"
+        return f"{reason}, and puts no keys into a KV cache, by which a rank could get all of them"
     if 0 < len(gathered) < len(layers):
-        return f"{own} in some layers only"
+        return f"{reason} in some layers only"
     models = (type(x) for x in text_modules(model) if isinstance(x, PreTrainedModel))
     codes = (inspect.getsource(x) for x in models if is_of_transformers(x))
     if gathered and not any("create_causal_mask" in code for code in codes):
-        return f"{own}, and makes its masks of the tokens that it is given"
+        return f"{reason}, and makes its masks of the tokens that it is given"
     for layer in gathered:
         kind = type(layer)
         forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
         if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
-            return f"{own}, and the forward of {kind.__name__} is not transformers' own"
+            return f"{reason}, and the forward of {kind.__name__} is not transformers' own"
         if "_flash_attention_forward" in _source(kind):
-            return f"{own} by FlashAttention: load it with attn_implementation='eager' or 'sdpa'"
+            return f"{reason} by FlashAttention: load it with attn_implementation='eager' or 'sdpa'"
     if getattr(text.config, "alibi", False) and _bias(text) is None:
-        return f"{own}, and biases scores by positions that it counts (config.alibi)"
+        return f"{reason}, and biases scores by positions that it counts (config.alibi)"
     return ""
 
 
@@ -138,8 +139,8 @@ def counts_positions(model: PreTrainedModel) -> bool:
     forwards = model.forward, model.base_model.forward  # the latter without the head
     if all("position_ids" in inspect.signature(x).parameters for x in forwards):
         return False
-    known = _bias(text_model(model)) is not None or any(_position_embeddings(model))
-    return not known or Version(transformers.__version__) < Version(_OLDEST)
+    positions_reach_it = _bias(text_model(model)) is not None or any(_position_embeddings(model))
+    return not positions_reach_it or Version(transformers.__version__) < Version(_OLDEST)
 
 
 def _bias(text: PreTrainedModel) -> str | None:
@@ -225,9 +226,9 @@ def _run_layer(
     **kwargs: Any,
 ) -> Any:
     name, shard = type(layer).__name__, PASS.get()
-    given = _signature(type(layer)).bind(layer, *args, **kwargs).arguments
-    others = given.pop("kwargs", {})
-    hidden = next(x for x in given.values() if isinstance(x, Tensor))
+    arguments = _signature(type(layer)).bind(layer, *args, **kwargs).arguments
+    others = arguments.pop("kwargs", {})
+    hidden = next(x for x in arguments.values() if isinstance(x, Tensor))
     if shard is None or hidden.shape[1] != shard.length:
         raise ConfigError(
             f"{name} runs without a sharded batch. Call the model that was given to "
@@ -240,15 +241,15 @@ def _run_layer(
     keys = _AllKeys(name, gather)
     keys.before = shard.layout.seq_len - shard.length
     cache = next(x for x in _CACHES if x in _signature(type(layer)).parameters)
-    del given["self"]
+    del arguments["self"]
     scores = 4 * len(hidden) * config.num_attention_heads * shard.layout.seq_len
     chunks = number_of_chunks(query_chunks, shard.layout, scores)
     run = partial(forward, **others)
     if chunks > 1:
-        out = _run_in_chunks(layer, shard, keys, chunks, run, given, cache)
+        out = _run_in_chunks(layer, shard, keys, chunks, run, arguments, cache)
     else:
         with _RowsOfMask(layer, shard, slice(None)):
-            out = run(**{**given, cache: keys})
+            out = run(**{**arguments, cache: keys})
     if keys.updated is None:
         raise UnsupportedAttentionError(
             f"{name} has not put its keys into the KV cache that it was given: each query would "
@@ -264,17 +265,17 @@ def _run_in_chunks(
     keys: _AllKeys,
     chunks: int,
     forward: Any,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     cache: str,
 ) -> Any:
     """Return what ``forward`` returns, by chunks of the queries (Note [queries in chunks])."""
     keys.is_first_run = True
     with suppress(KeysAreMade), _RowsOfMask(layer, shard, slice(None)):
-        forward(**{**given, cache: keys})
+        forward(**{**arguments, cache: keys})
     gathered = Gathered(layer, keys, None, joined=False)
     seq_len = shard.layout.seq_len
     parts = {x.start: x for x in parts_of_shard(shard.length, chunks, seq_len)}
-    name = next(name for name, x in given.items() if isinstance(x, Tensor))
+    name = next(name for name, x in arguments.items() if isinstance(x, Tensor))
     further: list[Any] = []  # results beside attention's: no weights, 1-D biases that callers add
 
     def run(x: Tensor, start: int, stop: int) -> Tensor:
@@ -282,7 +283,7 @@ def _run_in_chunks(
         part = parts[start]
         part_keys = _KeysOfChunk(keys, gathered.keys_of(part))
         part_keys.before = seq_len - stop + start
-        sliced = {key: of_queries(key, y, part, _QUERY_DIMS) for key, y in given.items()}
+        sliced = {key: of_queries(key, y, part, _QUERY_DIMS) for key, y in arguments.items()}
         with _RowsOfMask(layer, shard, slice(start, stop)):
             out = forward(**{**sliced, name: x, cache: part_keys})
         if not isinstance(out, tuple):
@@ -296,7 +297,7 @@ def _run_in_chunks(
         return cast(Tensor, out[0])
 
     borders = [(part.start, part.stop) for part in parts.values()]
-    result = in_chunks_at(run, given[name], borders, 1, layer)
+    result = in_chunks_at(run, arguments[name], borders, 1, layer)
     return (result, *further) if further else result
 
 

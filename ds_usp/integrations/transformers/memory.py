@@ -235,9 +235,10 @@ def _other_than_tokenwise(mlp: nn.Module) -> str:
     if "forward" in mlp.__dict__:
         return "has a forward of its own already"
     for name, module in mlp.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if own and not isinstance(module, _TOKENWISE):
-            return f"has the parameter {own[0][0]} in {name or 'itself'} ({type(module).__name__})"
+        named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if named and not isinstance(module, _TOKENWISE):
+            owner = f"{name or 'itself'} ({type(module).__name__})"
+            return f"has the parameter {named[0][0]} in {owner}"
     return ""
 
 

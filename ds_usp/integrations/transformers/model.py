@@ -223,8 +223,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._compare("enable")
         self._install()
 
-    def _compare(self, what: str) -> None:
-        self._compared.begin(f"{what} {type(self._inner).__name__}", f"with {self._options}")
+    def _compare(self, subject: str) -> None:
+        self._compared.begin(f"{subject} {type(self._inner).__name__}", f"with {self._options}")
 
     def _install(self) -> None:
         model, mesh, inner, options = self.model, self.mesh, self._inner, self._options
@@ -275,8 +275,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def layout_of(self, batch: Mapping[str, Any]) -> TokenLayout:
         """The layout of a batch, given as the keyword arguments of a forward pass, or USPError."""
         rows = self._as_tree(batch)
-        given = batch if rows is None else rows.arguments
-        return self._read(given).layout(self.mesh, self._options.layout)
+        arguments = batch if rows is None else rows.arguments
+        return self._read(arguments).layout(self.mesh, self._options.layout)
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor from the ranks' shards of the last forward pass, along ``dim``.
@@ -364,14 +364,14 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 takes_others=self._text is not self._inner,
                 has_loss=self._loss is not None,
             )
-            given, self._rows = arguments, self._as_tree(arguments)
+            caller_arguments, self._rows = arguments, self._as_tree(arguments)
             arguments = arguments if self._rows is None else self._rows.arguments
             batch = self._read(arguments)
             at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
             if not at_text:
                 # Not of the tree's arguments, whose positions are made here, from 0 on.
                 modules = without_towers(self._inner)
-                self._check_positions(given, (self._rows or batch).left_padded, modules)
+                self._check_positions(caller_arguments, (self._rows or batch).left_padded, modules)
             self._check_tree(arguments, batch, at_text)  # before what is said of its documents
             refusals.check_layerdrop(self._trunk, batch)
             refusals.check_adapters(self._inner, batch)
@@ -479,14 +479,14 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         shard = self._running.shard
         if whole is None or shard is None:  # sharded already, or called without its model
             return None
-        given = {**dict(zip(signature(text.forward).parameters, args, strict=False)), **kwargs}
-        batch = whole.handed_to_text(given, type(self._inner).__name__)
+        handed = {**dict(zip(signature(text.forward).parameters, args, strict=False)), **kwargs}
+        batch = whole.handed_to_text(handed, type(self._inner).__name__)
         self._image_positions.check_made(batch.arguments.get("position_ids"))
         modules = text_modules(self._inner)
         self._check_positions(batch.arguments, batch.left_padded, modules)
         local = self._shard_of(batch, shard)
-        if "attention_mask" in batch.arguments and is_layer_mask(given["attention_mask"]):
-            local["attention_mask"] = given["attention_mask"]  # made by the model for its layers
+        if "attention_mask" in batch.arguments and is_layer_mask(handed["attention_mask"]):
+            local["attention_mask"] = handed["attention_mask"]  # made by the model for its layers
         self._begin_shard(tokens=next(iter(batch.tensors.values())))
         return (), local
 

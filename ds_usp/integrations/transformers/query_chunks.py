@@ -200,9 +200,9 @@ def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> tuple[Par
         heappush(longest, (-pieces[i].length / counts[i], i))
     parts, length = [], layout.length(rank)
     for piece, count in zip(pieces, counts, strict=True):
-        at = piece.offset - length * (piece.row or 0)
+        row_offset = piece.offset - length * (piece.row or 0)
         for a, b in pairwise(n * piece.length // count for n in range(count + 1)):
-            of_row = piece.row, at + a, piece.first, piece.start + b
+            of_row = piece.row, row_offset + a, piece.first, piece.start + b
             parts.append(Part(piece.offset + a, piece.offset + b, *of_row))
     return tuple(parts)
 
@@ -260,7 +260,7 @@ def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return keys.pick(lambda: forward(*args, **kwargs))
 
 
-def number_of_chunks(given: int | str, layout: TokenLayout, of_query: int) -> int:
+def number_of_chunks(query_chunks: int | str, layout: TokenLayout, of_query: int) -> int:
     """Return how many chunks a layer's queries go in, the same on every rank: as many as were asked
     for, or as keep the largest tensor of one within ``BYTES_OF_CHUNK``.
 
@@ -268,8 +268,8 @@ def number_of_chunks(given: int | str, layout: TokenLayout, of_query: int) -> in
         of_query: the bytes of that tensor for one query of each row.
     """
     lengths = [layout.length(rank) for rank in range(layout.degree)]
-    if given != AUTO:
-        return int(given)
+    if query_chunks != AUTO:
+        return int(query_chunks)
     queries = max(1, BYTES_OF_CHUNK // of_query)
     return min(ceil(max(lengths) / queries), min(lengths))
 
@@ -346,21 +346,21 @@ def run_in_parts(
     }
     picked: dict[int, Any] = {}
     further: list[tuple[Any, ...]] = []  # results beside attention's and its weights
-    at = {part.start: part for part in parts}
+    part_at = {part.start: part for part in parts}
 
     def run(x: Tensor, start: int, _: int) -> Tensor:
-        part = at[start]
-        given = {name: of_queries(name, x, part, _QUERY_DIMS) for name, x in arguments.items()}
+        part = part_at[start]
+        sliced = {name: of_queries(name, x, part, _QUERY_DIMS) for name, x in arguments.items()}
         for name, mapping in shared.items():
-            given[name] = {key: gathered.of_part(pair, part) for key, pair in mapping.items()}
+            sliced[name] = {key: gathered.of_part(pair, part) for key, pair in mapping.items()}
         for name, value in of_keys.items():
-            given[name] = tuple(part.keys(y).expand(len(x), -1, -1) for y in value)
+            sliced[name] = tuple(part.keys(y).expand(len(x), -1, -1) for y in value)
         with _attends_to_picked(layer) if with_latents else nullcontext():
             out = forward(
                 hidden_states=x,
                 attention_mask=seen(part),
                 past_key_values=_KeysOfPart(keys, part, gathered, picked),
-                **given,
+                **sliced,
             )
         if not isinstance(out, tuple):
             return cast(Tensor, out)

@@ -58,10 +58,10 @@ class Row:
     is_needed: bool = True
 
 
-def _refuse(function: str, given: Mapping[str, Any], *names: str) -> None:
+def _refuse(function: str, arguments: Mapping[str, Any], *names: str) -> None:
     """UnsupportedAttentionError for arguments that only a cache, or a packed kernel, has."""
     for name in names:
-        if given.get(name) is not None and given[name] is not False:
+        if arguments.get(name) is not None and arguments[name] is not False:
             raise UnsupportedAttentionError(
                 f"{function} was given {name}: states of caches and borders of a shard are not "
                 "served; documents are those of the whole batch"
@@ -76,9 +76,9 @@ def _conv(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    **given: Any,
+    **others: Any,
 ) -> Tensor:
-    _refuse("causal_conv1d_fn", given, "seq_idx", "cu_seqlens")
+    _refuse("causal_conv1d_fn", others, "seq_idx", "cu_seqlens")
     conv = partial(kernel, weight=weight, bias=bias, activation=activation)
     return causal_conv(conv, hidden_states, weight.shape[-1], **place)
 
@@ -93,9 +93,9 @@ def _delta_rule(
     beta: Tensor,
     *,
     use_qk_l2norm_in_kernel: bool = False,
-    **given: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    _refuse("a delta rule", given, "initial_state", "output_final_state", "cu_seqlens")
+    _refuse("a delta rule", others, "initial_state", "output_final_state", "cu_seqlens")
     out = delta_rule(
         kernel, query, key, value, g, beta, **place, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
     )
@@ -110,11 +110,11 @@ def _mamba2(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    **given: Any,
+    **others: Any,
 ) -> Tensor:
     states = "initial_states", "return_final_states"
-    _refuse("mamba2_chunk_scan", given, "z", *states, "seq_idx")
-    options = {name: given[name] for name in _MAMBA2 & given.keys()}
+    _refuse("mamba2_chunk_scan", others, "z", *states, "seq_idx")
+    options = {name: others[name] for name in _MAMBA2 & others.keys()}
     return mamba2(kernel, hidden_states, dt, A, B, C, **place, **options)
 
 
@@ -126,10 +126,10 @@ def _mamba1(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    **given: Any,
+    **others: Any,
 ) -> Tensor:
-    _refuse("mamba_selective_scan", given, "return_last_state")
-    options = {name: given[name] for name in _MAMBA1 & given.keys()}
+    _refuse("mamba_selective_scan", others, "return_last_state")
+    options = {name: others[name] for name in _MAMBA1 & others.keys()}
     return mamba1(kernel, hidden_states, dt, A, B, C, **place, **options)
 
 
@@ -164,9 +164,9 @@ def _rg_lru(
     hidden_states: Tensor,
     recurrent_gate: Tensor,
     reset: Tensor,
-    **given: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    _refuse("RG-LRU", given, "recurrent_states")
+    _refuse("RG-LRU", others, "recurrent_states")
 
     def kernel(x: Tensor, gate: Tensor, first: Tensor) -> Any:
         return scan(hidden_states=x, recurrent_gate=gate, reset=first, recurrent_states=None)
@@ -176,10 +176,10 @@ def _rg_lru(
 
 
 def _lightning(
-    place: Place, _: Any, layer: Any, hidden_states: Tensor, **given: Any
+    place: Place, _: Any, layer: Any, hidden_states: Tensor, **others: Any
 ) -> tuple[Tensor, None]:
     """``MiniMaxLightningAttention.forward``, which has its scan written out."""
-    _refuse("lightning attention", given, "past_key_values")
+    _refuse("lightning attention", others, "past_key_values")
     b, s, _hidden = hidden_states.shape
     heads, d = layer.num_attention_heads, layer.head_dim
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).reshape(b, s, heads, 3 * d)

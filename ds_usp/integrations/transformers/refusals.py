@@ -186,10 +186,10 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
     if any(sparse_layers(model)):
         kinds -= SPARSE_KINDS
     layers = list(recurrent_layers(model))
-    known = text.model_type in NOT_SERVED
+    listed = text.model_type in NOT_SERVED
     # What compresses keys has a state in a KV cache alone.
     stateful = getattr(model, "_is_stateful", False) and not any(sparse_layers(model))
-    if not (kinds or layers or known or stateful):
+    if not (kinds or layers or listed or stateful):
         return
     names = ", ".join(sorted(kinds)) or "stateful"
     states = f"its layers ({names}) carry a state from token to token"

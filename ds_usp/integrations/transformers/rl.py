@@ -102,8 +102,8 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
     set_seed(trainer.args.seed + accelerator._usp_replicas.rank)
     first_rank = BatchBroadcast(mesh.sp_group, "cpu")
 
-    def of_first_rank(what: str, make: Callable[[], Any]) -> Any:
-        with mesh.agreeing(what):
+    def of_first_rank(name: str, make: Callable[[], Any]) -> Any:
+        with mesh.agreeing(name):
             value = make()
             message = first_rank.pack(value) if mesh.rank == 0 else None
         return first_rank.send(message)

@@ -137,9 +137,9 @@ class SparseLayers:
             run = partial(_run_layer, layer, forward, name, query_chunks)
             self._replaced.set(layer, "forward", run)
             if (indexer := _indexer_of(layer)) is not None:
-                own = partial(run_indexer, partial(type(indexer).forward, indexer))
+                by_cache = partial(run_indexer, partial(type(indexer).forward, indexer))
                 in_blocks = _is_any(type(indexer), _LOOPS_OVER_QUERIES)
-                run = partial(_pick_blocks, indexer) if in_blocks else own
+                run = partial(_pick_blocks, indexer) if in_blocks else by_cache
                 self._replaced.set(indexer, "forward", run)
         self._name = type(model).__name__
         self._compares = any(_is_any(type(x), _COMPARES) for x in self.layers)

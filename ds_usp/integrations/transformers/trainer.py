@@ -114,10 +114,10 @@ def _enable_others(trainer: Trainer, policy: EnabledModel) -> None:
         if inner is policy._inner:
             continue
         enabled = find_enabled(model, inner)
-        given = options.of_frozen_model()
-        given["share_prefixes"] &= not needs_whole_head(inner)  # a reward reads a row's last token
+        kwargs = options.of_frozen_model()
+        kwargs["share_prefixes"] &= not needs_whole_head(inner)  # a reward reads a row's last token
         try:
-            enabled = enabled or enable(model, policy.mesh, **given)
+            enabled = enabled or enable(model, policy.mesh, **kwargs)
         except UnsupportedAttentionError as reason:
             raise UnsupportedAttentionError(
                 f"the trainer's {name} would run whole sequences on every rank. {reason}. Where it "

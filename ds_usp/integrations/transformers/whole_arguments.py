@@ -251,7 +251,7 @@ class WholeArguments:
             mask = torch.ones((self.size, self.seq_len), dtype=torch.long, device=device)
         return {**out, PADDING: mask, "use_cache": False}
 
-    def handed_to_text(self, given: Mapping[str, Any], model: str) -> WholeArguments:
+    def handed_to_text(self, handed: Mapping[str, Any], model: str) -> WholeArguments:
         """This batch with what a model hands its text model.
 
         Args:
@@ -260,7 +260,7 @@ class WholeArguments:
         Raises:
             UnsupportedAttentionError: tensors that are not known to have one value for each token.
         """
-        arguments = {name: x for name, x in given.items() if x is not None}
+        arguments = {name: x for name, x in handed.items() if x is not None}
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
         served = {*TOKEN_DIM, *PLACED_DIM, "deepstack_visual_embeds", "attention_mask"}
         refused = [name for name, x in arguments.items() if name not in served and holds_tensor(x)]
@@ -307,12 +307,12 @@ class WholeArguments:
         )
         return out
 
-    def _of_images(self, given: Mapping[str, Any], layout: TokenLayout, rank: int) -> list[Tensor]:
+    def _of_images(self, handed: Mapping[str, Any], layout: TokenLayout, rank: int) -> list[Tensor]:
         # A row for each token of an image, in the order of the sequence (Qwen3-VL's DeepStack).
-        of_image: Tensor = given["visual_pos_masks"]
+        of_image: Tensor = handed["visual_pos_masks"]
         rows = (of_image.flatten().cumsum(0) - 1).view_as(of_image)
         local_rows = layout.shard(rows, 1, rank)[layout.shard(of_image, 1, rank)]
-        return [x[local_rows.to(x.device)] for x in given["deepstack_visual_embeds"]]
+        return [x[local_rows.to(x.device)] for x in handed["deepstack_visual_embeds"]]
 
 
 # Of the arguments of a pass those that rows are made a tree of; others may be no tensors.
@@ -483,7 +483,7 @@ def _real_tokens(mask: Any, size: int, seq_len: int) -> list[RealTokens]:
 
 
 def _documents(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     mask: Tensor | None,
     of_mask: tuple[Borders, ...],
     rows: list[RealTokens],
@@ -491,12 +491,12 @@ def _documents(
 ) -> tuple[Borders, ...]:
     """Cumulative borders of the documents; padding is a document of its own."""
     size = len(rows)
-    steps = _steps(given.get("position_ids"), size)
+    steps = _steps(arguments.get("position_ids"), size)
     said: dict[str, Sequence[Borders]] = {}
-    for name in (x for x in _LENGTHS if x in given):
-        if said and given[name] is given[_LENGTHS[0]]:  # as collators give them
+    for name in (x for x in _LENGTHS if x in arguments):
+        if said and arguments[name] is arguments[_LENGTHS[0]]:  # as collators give them
             continue
-        borders = read_borders(name, given[name])
+        borders = read_borders(name, arguments[name])
         if size != 1 or len(borders) > 1:
             raise DataError(
                 f"{name} are borders of one row; the batch has {size} rows: give position_ids that "

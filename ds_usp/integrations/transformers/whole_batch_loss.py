@@ -344,8 +344,8 @@ class ChunkedHead:
 
         def run(hidden: Tensor, labels: Tensor, *parts: Tensor) -> Tensor:
             scores = logits.finish(self._logits(hidden))
-            own: dict[str, Any] = dict(zip(of_tokens, parts, strict=True))
-            return original(scores, labels, *args, **{**kwargs, **own})
+            of_chunk: dict[str, Any] = dict(zip(of_tokens, parts, strict=True))
+            return original(scores, labels, *args, **{**kwargs, **of_chunk})
 
         rows = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(self._chunks, 1)
         tokens = [labels, *(kwargs[x] for x in of_tokens)]
@@ -395,9 +395,9 @@ class ChunkedLogits(StandIn):
         return ChunkedLogits(self._head, self.hidden, (*self.steps, step))
 
     @staticmethod
-    def refusal(what: str) -> UnsupportedAttentionError:
+    def refusal(use: str) -> UnsupportedAttentionError:
         return UnsupportedAttentionError(
-            f"loss_chunks: the model computes with its logits ({what}) before its loss, or beside "
+            f"loss_chunks: the model computes with its logits ({use}) before its loss, or beside "
             "it; served are heads whose logits are scaled by a number, capped by tanh, or not "
             "changed. Leave loss_chunks out"
         )
