@@ -122,8 +122,8 @@ def num_ranks_on_node(world: int | None = None) -> int:
     """Return how many ranks of a program are on this node: as torchrun, DeepSpeed or MPI say.
     Where none does, all ``world`` of them are; 1 where that is not given."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    here = int(next((os.environ[name] for name in names if name in os.environ), world or 1))
-    return min(world or here, here)
+    on_node = int(next((os.environ[name] for name in names if name in os.environ), world or 1))
+    return min(world or on_node, on_node)
 
 
 def is_first_on_node() -> bool:

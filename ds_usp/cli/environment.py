@@ -148,14 +148,14 @@ def _versions() -> dict[str, str]:
 
 def _against_requirements(versions: Mapping[str, str]) -> dict[str, str]:
     """Name the requirements of ds-usp and its extras that are absent or of another version."""
-    have = {canonicalize_name(name): version for name, version in versions.items()}
+    installed = {canonicalize_name(name): version for name, version in versions.items()}
     absent, other = set(), set()
     try:
         needed = [Requirement(line) for line in metadata.requires("ds-usp") or ()]
     except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
         return {}
     for package in needed:
-        version = have.get(canonicalize_name(package.name))
+        version = installed.get(canonicalize_name(package.name))
         if version is None and _DISTRIBUTIONS.fullmatch(package.name):
             absent.add(package.name)
         elif version and not package.specifier.contains(version, prereleases=True):

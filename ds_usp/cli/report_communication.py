@@ -61,8 +61,8 @@ def report(path: Path) -> Iterator[str]:
     steps = len({x["name"] for x in events if x["name"].startswith("ProfilerStep#")}) or 1
     compute = busy.pop(_COMPUTE, [])
     every = [interval for intervals in busy.values() for interval in intervals]
-    both = [*every, *compute] or [(0.0, 0.0)]
-    step = max(stop for _, stop in both) - min(start for start, _ in both)
+    all_intervals = [*every, *compute] or [(0.0, 0.0)]
+    step = max(stop for _, stop in all_intervals) - min(start for start, _ in all_intervals)
     yield f"{path}: milliseconds of a step, mean of {steps}"
     yield _row("", "calls", "MiB", "busy", "hidden", "exposed", "of step")
 
@@ -79,7 +79,7 @@ def report(path: Path) -> Iterator[str]:
         yield "no GPU was traced: only calls and bytes are counted"
         return
     yield row("all communication", "", "", every)
-    idle = step - _length(both)
+    idle = step - _length(all_intervals)
     for name, length in ((_COMPUTE, _length(compute)), ("idle", idle), ("step", step)):
         time = f"{length / steps / 1e3:,.2f}"
         yield _row(name, "", "", time, "", "", f"{length / step:.1%}")

@@ -43,7 +43,7 @@ _MAX_RATIO = 1.5
 _LSE_LIMIT = 1e-5  # kernels compute and return it in fp32, whatever the dtype
 # Limit of the error of the kernel alone, in epsilons of its dtype: more is no rounding. A soft cap
 # may use the GPU's tanh, which is exact to 2**-11 of the cap.
-_MAX_OWN_EPS, _TANH = 8.0, 2.0**-11
+_MAX_KERNEL_EPS, _TANH = 8.0, 2.0**-11
 # An error of one rounding of the result (eps / 2) is exact, however exact the kernel alone is; over
 # few elements, where a ratio is noise, so are a few roundings (partial sums of ranks).
 _ROUNDING_EPS, _FEW_ROUNDINGS_EPS, _FEW_ELEMENTS = 0.5, 4.0, 4096
@@ -114,7 +114,7 @@ class TensorErrors(NamedTuple):
 
     name: str  # out, lse, dq, dk, dv or dsinks
     error: float
-    own: float
+    kernel_error: float
 
 
 def main(argv: Sequence[str], print_line: Callable[[str], None]) -> int:
@@ -260,12 +260,13 @@ def limit(case: VerifyCase, measured: TensorErrors) -> float:
     if case.dtype in _ABSOLUTE:
         return _ABSOLUTE[case.dtype]
     eps = torch.finfo(_DTYPES[case.dtype]).eps
-    if not measured.own <= _MAX_OWN_EPS * eps + _TANH * (case.softcap or 0.0):
+    if not measured.kernel_error <= _MAX_KERNEL_EPS * eps + _TANH * (case.softcap or 0.0):
         return 1e-30  # the kernel alone is wrong
     elements = case.batch * case.seq_len * case.kv_heads * case.head_dim
     few = measured.name == "dsinks" or elements // (case.ulysses * case.ring) < _FEW_ELEMENTS
     rounding = eps * (_FEW_ROUNDINGS_EPS if few else _ROUNDING_EPS)
-    return max(_LSE_LIMIT if measured.name == "lse" else rounding, _MAX_RATIO * measured.own)
+    least = _LSE_LIMIT if measured.name == "lse" else rounding
+    return max(least, _MAX_RATIO * measured.kernel_error)
 
 
 def judge(case: VerifyCase, errors: Sequence[TensorErrors], refusal: str = "") -> tuple[int, str]:
@@ -279,7 +280,7 @@ def judge(case: VerifyCase, errors: Sequence[TensorErrors], refusal: str = "") -
     worst = max(errors, key=lambda x: x.error)
     lines[0] += f"  largest error {worst.error:.2e} ({worst.name})"
     for x in errors if wrong else ():
-        alone, found = f"kernel alone {x.own:.2e}", "  WRONG" if x in wrong else ""
+        alone, found = f"kernel alone {x.kernel_error:.2e}", "  WRONG" if x in wrong else ""
         lines.append(f"    {x.name:8}{x.error:.2e}, {alone}, limit {limit(case, x):.2e}{found}")
     return code, "\n".join(lines)
 

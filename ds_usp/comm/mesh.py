@@ -420,14 +420,14 @@ class SequenceMesh:
             ConfigError: the grid is not as large as the world.
             MeshError: torch.distributed does not run.
         """
-        have = dist.get_world_size(resolve_group(None))
-        if have != grid.world_size:
+        world_size = dist.get_world_size(resolve_group(None))
+        if world_size != grid.world_size:
             sizes = zip(grid.order, grid.shape, strict=True)
             axes = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
             raise ConfigError(
                 f"the grid has {grid.world_size} ranks ({axes or 'no axis above 1'}), the world "
-                f"has {have}. Start {grid.world_size} ranks, or change the sizes: dp is the number "
-                "of replicas"
+                f"has {world_size}. Start {grid.world_size} ranks, or change the sizes: dp is the "
+                "number of replicas"
             )
         order = "-".join(axis for axis in grid.order if axis in ("ulysses", "ring"))
         ranks = grid.group_of(dist.get_rank(), "ulysses", "ring")

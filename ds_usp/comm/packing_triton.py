@@ -83,11 +83,10 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
             return None
         strides.append((*view.stride[:3], *local_out.stride[:2], heads * dim))
     pieces, tokens, batch, features = plan.shape
-    own_piece, runs = plan.kept
+    piece, runs = plan.kept
     if len(runs) > MAX_SLICES:
         return None
-    own_runs = (*chain(*runs), *(0, 0, 0) * (MAX_SLICES - len(runs)))
-    numbers = own_piece, *own_runs, tokens, batch, features
+    bounds = (*chain(*runs), *(0, 0, 0) * (MAX_SLICES - len(runs)))
     longest = max([stop - start for start, stop, _ in runs], default=0)
     parts = [slice(i, i + _MAX_TENSORS) for i in range(0, len(strides), _MAX_TENSORS)]
 
@@ -101,7 +100,7 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
             launch = PreparedLaunch(
                 _pack_for_send,
                 (triton.cdiv(tokens_of_grid * batch, rows), pieces_of_grid, len(of_part)),
-                (*numbers, *chain(*of_part, *of_part[:1] * unused)),
+                (piece, *bounds, tokens, batch, features, *chain(*of_part, *of_part[:1] * unused)),
                 num_warps=8,
                 ONLY_OWN=only_own,
                 ROWS=rows,

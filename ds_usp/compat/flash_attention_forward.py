@@ -706,9 +706,9 @@ def _documents(whole: Tensor) -> tuple[Borders, ...]:
         DataError: positions that neither go on by one nor start anew at 0.
     """
     seq_len, padding = whole.shape[1], whole < 0
-    both, changes = padding[:, 1:] & padding[:, :-1], padding[:, 1:] != padding[:, :-1]
+    padded_pairs, changes = padding[:, 1:] & padding[:, :-1], padding[:, 1:] != padding[:, :-1]
     # From -1 to 0 positions go on by one, and padding ends.
-    starts = pad(((whole.diff(dim=1) != 1) & ~both) | changes, (1, 0), value=True)
+    starts = pad(((whole.diff(dim=1) != 1) & ~padded_pairs) | changes, (1, 0), value=True)
     runs = zip(starts.nonzero().tolist(), whole[starts].tolist(), strict=True)
     documents = []
     for row, in_row in groupby(runs, key=lambda run: run[0][0]):

@@ -109,12 +109,12 @@ class ModelComparison:
         self._mesh, self._model = mesh, model
         self._modules: dict[str, nn.Module] = {}
         self._structure: list[Any] = []  # modules' classes and children, names of tensors
-        self._held: list[dict[str, Any]] = []  # modules' attributes
+        self._attributes: list[dict[str, Any]] = []  # modules' attributes
         self._hooks: list[dict[int, Any]] = []  # of each module four kinds
         # Attributes that a module had when it was first seen: frameworks add counts and times.
-        self._known: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+        self._first_settings: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
         self._digest = ""  # of settings, when they were last read
-        self._noted: list[Any] = []  # the outline of then
+        self._last_outline: list[Any] = []  # when settings were last read
         self._methods: list[tuple[dict[str, Any], str]] = []  # attributes that are callable
         self._unsaved: list[tuple[dict[str, Any], str]] = []  # buffers that are settings
         self._before_first_pass: Entries | None = None
@@ -127,7 +127,7 @@ class ModelComparison:
         self._shapes: list[str] = []
         self._whole: list[int] = []  # slots of weights that this rank holds whole
         self._marks: list[tuple[int, ...]] = []  # of whole weights: identity, address, version
-        self._seen: list[tuple[int, ...]] = []  # marks in the last pass that no rank has refused
+        self._last_marks: list[tuple[int, ...]] = []  # in the last pass that no rank has refused
         self._changed: list[str] = []  # names
         self._turn = self._false_alarms = 0
 
@@ -168,13 +168,15 @@ class ModelComparison:
             settings = self._settings()
             self._digest = self._digest_of(settings)
             self._before_first_pass = settings if is_first else None
-            self._noted = [
+            self._last_outline = [
                 {k: deepcopy(v) if type(v) in (list, dict) else v for k, v in x.items()}
                 if type(x) is dict
                 else x
                 for x in self._outline()
             ]
-        unchanged = [mark == seen for mark, seen in zip(self._marks, self._seen, strict=False)]
+        unchanged = [
+            mark == last for mark, last in zip(self._marks, self._last_marks, strict=False)
+        ]
         changed = [
             i for i in range(len(weights)) if len(unchanged) < len(weights) or not unchanged[i]
         ]
@@ -207,7 +209,7 @@ class ModelComparison:
 
     def end_pass(self) -> None:
         """Remember what was compared, after a comparison that no rank has refused."""
-        self._seen, self._turn = self._marks, self._turn + 1
+        self._last_marks, self._turn = self._marks, self._turn + 1
 
     def end_of_forward(self) -> None:
         """Leave out of later comparisons what the first forward pass has written itself: a length
@@ -299,12 +301,12 @@ class ModelComparison:
             entries[path or "model"] = [type(module).__name__]
             for hooks in filter(values.get, _HOOKS):
                 entries |= _hooks(dot + hooks[1:], values[hooks])
-            settings = self._known.get(module)
+            settings = self._first_settings.get(module)
             if settings is None:
                 # What is None may be a tensor later, and was one before where passes leave states.
                 named = {x: value for x, value in values.items() if value is not None}
                 settings = frozenset(x for x in named if _is_setting(x) and _leaves(x, named[x]))
-                self._known[module] = settings
+                self._first_settings[module] = settings
             methods = {x for x in values if callable(values[x]) and _is_setting(x)}
             self._methods += ((values, x) for x in methods)
             names = values.keys() & {*settings, *_OF_ADAPTERS, *methods}
@@ -330,7 +332,7 @@ class ModelComparison:
         return [
             [tuple(hooks) for hooks in filter(None, self._hooks)],
             [tuple(getattr(nn.modules.module, hooks)) for hooks in _OF_ALL_MODULES],
-            list(map(len, self._held)),
+            list(map(len, self._attributes)),
             [id(values.get(name)) for values, name in self._methods],
             [_mark(buffers.get(name)) for buffers, name in self._unsaved],
             *map(dict, (values, *inner)),
@@ -338,7 +340,7 @@ class ModelComparison:
 
     def _is_outline_changed(self) -> bool:
         try:
-            return self._outline() != self._noted
+            return self._outline() != self._last_outline
         except (RuntimeError, ValueError):  # a tensor or an array in a configuration
             return True
 
@@ -354,9 +356,9 @@ class ModelComparison:
         """The weights that this rank holds whole. Notes what has changed of modules and weights."""
         if self._structure != self._structure_now():
             self._modules = dict(self._model.named_modules())
-            self._held = list(map(vars, self._modules.values()))
+            self._attributes = list(map(vars, self._modules.values()))
             self._dropouts = [x for x in self._modules.values() if isinstance(x, _DropoutNd)]
-            self._hooks = [x[kind] for x in self._held for kind in _HOOKS]
+            self._hooks = [x[kind] for x in self._attributes for kind in _HOOKS]
             self._structure, self._digest, self._identities = self._structure_now(), "", []
             self._slots = [
                 (vars(module), kind, key, f"{path}.{key}".removeprefix("."))
@@ -365,7 +367,7 @@ class ModelComparison:
                 for key in vars(module)[kind]
                 if key not in module._non_persistent_buffers_set
             ]
-        dicts = self._held
+        dicts = self._attributes
         adapters = [[x.get(y) for y in _OF_ADAPTERS] for x in dicts if "_disable_adapters" in x]
         weights = [values[kind][key] for values, kind, key, _ in self._slots]
         self._trained = [x is not None and x.requires_grad for x in weights]
@@ -382,13 +384,13 @@ class ModelComparison:
             self._digest = self._digest if shapes == self._shapes else ""
             self._identities, self._shapes = identities, shapes
             addresses = [weights[i].data_ptr() for i in self._whole]
-        held_whole = [weights[i] for i in self._whole]
-        versions = [0 if x.is_inference() else x._version for x in held_whole]
-        self._marks = list(zip(map(id, held_whole), addresses, versions, strict=True))
-        return held_whole
+        whole_weights = [weights[i] for i in self._whole]
+        versions = [0 if x.is_inference() else x._version for x in whole_weights]
+        self._marks = list(zip(map(id, whole_weights), addresses, versions, strict=True))
+        return whole_weights
 
     def _structure_now(self) -> list[list[Any]]:
-        dicts = self._held
+        dicts = self._attributes
         return [
             list(map(type, self._modules.values())),
             [child for x in dicts for child in x["_modules"].values()],

@@ -66,7 +66,7 @@ class ExchangeCall:
         documents: Any,
     ) -> None:
         self.name, self.kind, self.mesh = name, kind, mesh
-        self._given: Any = tensors, dims, layout, documents
+        self._inputs: Any = tensors, dims, layout, documents
         self.needs_grad = False
         self._received: list[torch.Tensor] = []
 
@@ -94,7 +94,7 @@ class ExchangeCall:
             fields, result = compute(inputs)
             return Signature.of(*signature, *fields), result
 
-        arguments, self._given = self._given, None  # the graph keeps the call: no inputs with it
+        arguments, self._inputs = self._inputs, None  # the graph keeps the call: no inputs with it
         like = arguments[0][0] if isinstance(arguments[0], Sequence) and arguments[0] else None
         result = check_on_all_ranks(self.mesh, check, like, replicated=parameters)
         self.number = self.mesh.consistency.number

@@ -254,9 +254,9 @@ def _check_maps(recurrence: Recurrence, maps: PieceMaps, call: ExchangeCall) -> 
             needed.append(("transition", a, recurrence.transition_shape))
         for name, x, shape in needed:
             if x is None or x.shape != (rows, *shape):
-                got = None if x is None else list(x.shape)
+                actual = None if x is None else list(x.shape)
                 raise ConfigError(
-                    f"the recurrence gave piece {piece} the {name} {got}, it needs one of "
+                    f"the recurrence gave piece {piece} the {name} {actual}, it needs one of "
                     f"{[rows, *shape]}"
                 )
             if x.requires_grad and not call.needs_grad:

@@ -390,21 +390,21 @@ def borders_within(
 
 
 def agreed_documents(
-    said: Mapping[str, Sequence[Borders]],
+    stated: Mapping[str, Sequence[Borders]],
     steps: Sequence[Mapping[int, int]],
     rows: Sequence[RealTokens],
 ) -> Sequence[Borders]:
     """The documents of each row, of which a batch has several descriptions.
 
     Args:
-        said: by entry, what it says of each row. Positions beside them start anew, or jump, where
-            each document begins; they may jump elsewhere, and start anew nowhere else.
+        stated: by entry, the documents of each row by it. Positions beside them start anew, or
+            jump, where each document begins; they may jump elsewhere, and start anew nowhere else.
         steps: :func:`position_steps` of each row; () without positions.
 
     Raises:
         DataError: two that contradict each other.
     """
-    (name, documents), *others = said.items()
+    (name, documents), *others = stated.items()
     for other, other_documents in others:
         pairs = zip(documents, other_documents, strict=True)
         for sample, (borders, second) in enumerate(pairs):
@@ -612,7 +612,7 @@ def _documents(
     size, seq_len = tokens.shape
     # Padding is a document of its own: attention is causal or bidirectional within documents, so no
     # real token sees padding, and no kernel needs a mask tensor.
-    said: dict[str, Sequence[Borders]] = {}
+    stated: dict[str, Sequence[Borders]] = {}
     for name in BORDERS:
         lengths = entries.pop(name, None)
         if lengths is None:
@@ -621,16 +621,16 @@ def _documents(
         if not of_mask or mask.samples not in (None, size):
             mask.check_length(seq_len, size)
         documents = mask.documents if mask.samples else mask.documents * size
-        said[name] = [
+        stated[name] = [
             borders_within(name, borders, real, seq_len, sample)
             for sample, (borders, real) in enumerate(zip(documents, rows, strict=True))
         ]
     if any(row.num_others for row in rows):
-        said[PADDING] = of_mask or [(0, seq_len)] * size
+        stated[PADDING] = of_mask or [(0, seq_len)] * size
     positions = entries.get(POSITIONS)
-    if said:
+    if stated:
         steps = () if positions is None else position_steps(positions)
-        documents = tuple(agreed_documents(said, steps, rows))
+        documents = tuple(agreed_documents(stated, steps, rows))
     elif positions is not None:
         documents = tuple(
             borders_through(borders_of_positions(row[None, : real.num])[0], seq_len)

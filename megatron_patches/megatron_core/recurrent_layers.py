@@ -32,13 +32,13 @@ class OverMesh:
         mesh: the ranks that share a sequence.
         layout: kind of token layout, or one.
         packed: megatron-core's ``PackedSeqParams``; None: one document a sequence.
-        known: the documents that were read for the call, by its tokens.
+        documents_read: those that were read for the call, by its number of tokens.
     """
 
     mesh: ds_usp.SequenceMesh
     layout: str | ds_usp.TokenLayout
     packed: Any = None
-    known: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
+    documents_read: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     def of(self, tokens: Tensor) -> dict[str, Any]:
         """The arguments of ``ds_usp.affine_scan`` for tensors of this rank's tokens, dim 0."""
@@ -46,8 +46,8 @@ class OverMesh:
         documents: Any = ()
         if self.packed is not None:
             # Once for a convolution and the scan after it: a layer that asks twice begins a pass.
-            if (documented := self.known.get(tokens.shape[0])) is None:
-                documented = self.known[tokens.shape[0]] = packed_documents(
+            if (documented := self.documents_read.get(tokens.shape[0])) is None:
+                documented = self.documents_read[tokens.shape[0]] = packed_documents(
                     self.packed, ds_usp.MaskSpec.causal(), layout, self.mesh, tokens
                 )
             layout, documents = documented.layout, documented.mask.documents

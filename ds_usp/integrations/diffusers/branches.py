@@ -89,9 +89,9 @@ class Branches:
 
     def _samples(self, name: str, value: Any, batch: int) -> Any:
         if len(value) != batch:
-            of = f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
+            described = f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
             raise UnsupportedAttentionError(
-                f"{of} has {len(value)} samples, where the batch has {batch}: "
+                f"{described} has {len(value)} samples, where the batch has {batch}: "
                 f"cfg_degree={self.degree} cannot split it; use cfg_degree=1"
             )
         size = batch // self.degree

@@ -86,9 +86,9 @@ def _kind(path: str, key: object, text: bool) -> Kind:
     return "audio" if audio else "text" if text else "image"
 
 
-def check_first_pass(name: str, have: Any, want: Any) -> None:
+def check_first_pass(name: str, outputs: Any, expected: Any) -> None:
     """UnsupportedAttentionError if the outputs of a pass are not those of one process."""
-    for x, y in zip(tree_leaves(have), tree_leaves(want), strict=True):
+    for x, y in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
         if not isinstance(x, Tensor):
             continue
         limit = 1e-4 if x.element_size() >= 4 else 2e-2

@@ -155,11 +155,11 @@ class EnabledTransformer(AbstractContextManager["EnabledTransformer"]):
 
 
 def _check_version() -> None:
-    have = Version(diffusers.__version__)
-    if not Version(OLDEST) <= have < Version(BEFORE):
+    version = Version(diffusers.__version__)
+    if not Version(OLDEST) <= version < Version(BEFORE):
         raise ConfigError(
-            f"diffusers {have} is not served: install diffusers>={OLDEST},<{BEFORE} (Python 3.11 "
-            "or newer)"
+            f"diffusers {version} is not served: install diffusers>={OLDEST},<{BEFORE} "
+            "(Python 3.11 or newer)"
         )
 
 

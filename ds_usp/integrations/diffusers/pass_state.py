@@ -328,15 +328,15 @@ class PassState:
     def _prepare_calls(self) -> None:
         # Of all attentions whose tokens are known by now: text may come after the image.
         for tokens in self._attentions:
-            kinds = self._given((*tokens.queries, *tokens.keys))
+            kinds = self._present((*tokens.queries, *tokens.keys))
             if kinds and all(kind in self._layouts for kind in kinds):
                 self._calls[tokens] = self._call(tokens)
 
-    def _given(self, order: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    def _present(self, order: tuple[Kind, ...]) -> tuple[Kind, ...]:
         return tuple(kind for kind in order if kind != "reference" or kind in self._lengths)
 
     def _call(self, tokens: Tokens) -> AttentionCall:
-        tokens = Tokens(*map(self._given, tokens))
+        tokens = Tokens(*map(self._present, tokens))
         order, keys = tokens
         lengths, kv_lengths = (
             tuple(self.layout(kind).length(self._mesh.rank) for kind in each) for each in tokens
@@ -406,10 +406,10 @@ class PassState:
             q, k, v = (torch.cat([x[:, :row], x[:, row + 1 :]], 1) for x in (q, k, v))
         if q.shape[1] != sum(call.lengths) or k.shape[1] != sum(call.kv_lengths):
             each = zip(tokens, (call.lengths, call.kv_lengths), strict=True)
-            have = [f"{' + '.join(map(str, n))} tokens ({' + '.join(kinds)})" for kinds, n in each]
+            texts = [f"{' + '.join(map(str, n))} tokens ({' + '.join(kinds)})" for kinds, n in each]
             raise UnsupportedAttentionError(
                 f"{self._name}: an attention of {q.shape[1]} queries and {k.shape[1]} keys, where "
-                f"this rank has {' and '.join(dict.fromkeys(have))}"
+                f"this rank has {' and '.join(dict.fromkeys(texts))}"
             )
         if call.added:
             scale = q.shape[-1] ** -0.5 if scale is None else scale

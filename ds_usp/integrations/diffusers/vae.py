@@ -223,7 +223,7 @@ class _Later:
         self.tiles, self.chain = tiles, chain
         self.value: Tensor | None = None
 
-    def known(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """The tensor; computes and exchanges all tiles if it has to. Collective then."""
         if self.value is None:
             self.tiles.compute()
@@ -244,40 +244,40 @@ class _Later:
             if len(chains) == 1:  # the frames of one tile
                 first = parts[0]
                 return first.tiles.note(torch.cat, 1, parts, (list(parts), *args[1:]), kwargs or {})
-        return function(*_known(args), **_known(kwargs or {}))
+        return function(*_materialized(args), **_materialized(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.known(), name)
+        return getattr(self.materialize(), name)
 
     def __getitem__(self, index: Any) -> Any:
         return _View(self, index) if self.value is None else self.value[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.known()[index] = value
+        self.materialize()[index] = value
 
 
 class _View(_Later):
     """A part of one, as a tile without its first frame."""
 
-    def __init__(self, of: _Later, index: Any) -> None:
-        super().__init__(of.tiles, of.chain)
-        self._of, self._index = of, index
+    def __init__(self, whole: _Later, index: Any) -> None:
+        super().__init__(whole.tiles, whole.chain)
+        self._whole, self._index = whole, index
 
-    def known(self) -> Tensor:
+    def materialize(self) -> Tensor:
         if self.value is None:
-            self.value = self._of.known()[self._index]
+            self.value = self._whole.materialize()[self._index]
         return self.value
 
 
-def _known(value: Any) -> Any:
+def _materialized(value: Any) -> Any:
     """Return ``value`` with tensors for outputs, and a list that has none as it is, since what is
     called may write into it."""
     if isinstance(value, _Later):
-        return value.known()
+        return value.materialize()
     if isinstance(value, dict):
-        return {k: _known(x) for k, x in value.items()}
+        return {k: _materialized(x) for k, x in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_known(x) for x in value]
+        items = [_materialized(x) for x in value]
         unchanged = all(x is y for x, y in zip(items, value, strict=True))
         return value if unchanged else type(value)(items)
     return value
@@ -290,7 +290,7 @@ class _Call(NamedTuple):
     outputs: tuple[_Later, ...]
 
     def run(self) -> None:
-        out = self.function(*_known(self.args), **_known(self.kwargs))
+        out = self.function(*_materialized(self.args), **_materialized(self.kwargs))
         for later, x in zip(self.outputs, (out,) if len(self.outputs) == 1 else out, strict=True):
             later.value = x
 

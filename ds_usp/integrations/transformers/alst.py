@@ -156,10 +156,10 @@ def _sequence_parallel_groups(size: int) -> Any:
         )
     if mpu._SEQUENCE_PARALLEL_GROUP is None:
         mpu.initialize_sequence_parallel(sequence_parallel_size=size)
-    have = mpu.get_sequence_parallel_world_size()
-    if have != size:
+    current = mpu.get_sequence_parallel_world_size()
+    if current != size:
         raise ConfigError(
-            f"sequence_parallel_size={size}, and DeepSpeed has groups of {have} ranks already: "
+            f"sequence_parallel_size={size}, and DeepSpeed has groups of {current} ranks already: "
             "call UlyssesSPAttentionHF.unregister_from_transformers() before another size"
         )
     return mpu

@@ -40,28 +40,28 @@ class Targets:
     """Labels of one forward pass.
 
     Args:
-        given: this rank's shard of ``labels``, as the model gets it, ``[b, s_local]``.
+        model_labels: this rank's shard of ``labels``, as the model gets it, ``[b, s_local]``.
         labels: what its logits are compared with: shifted by a token if the model is causal.
         count: tokens of the whole batch that the loss is divided by, or the sum of their weights.
         in_chunks: head and loss run in chunks of tokens.
         weights: what each token's loss is times, ``[b, s_local]``; None: 1.
     """
 
-    given: Tensor
+    model_labels: Tensor
     labels: Tensor
     count: Tensor | int
     in_chunks: bool
     weights: Tensor | None = None
-    version: int = field(init=False)  # of ``given``: a model may write into it
+    version: int = field(init=False)  # of ``model_labels``: a model may write into it
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "version", version_of(self.given))
+        object.__setattr__(self, "version", version_of(self.model_labels))
 
     # AOTAutograd compares the version of its fake tensor while it traces: 0, whatever the labels'.
     @disable_in_compile("labels are compared by their version, which a graph does not know")
     def is_given(self, labels: Tensor | None) -> bool:
         """Whether a model computes its loss of the labels that it was given, unchanged."""
-        x = self.given
+        x = self.model_labels
         if labels is None or labels.data_ptr() != x.data_ptr() or labels.shape != x.shape:
             return False
         return labels.is_inference() or labels._version == self.version

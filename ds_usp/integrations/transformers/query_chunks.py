@@ -139,14 +139,14 @@ class Part(NamedTuple):
         start, stop: from and to which of the rank's queries. Where rows differ in their documents
             they lie one after the other.
         row: of the batch; None: of all rows.
-        at: of the first query in its row.
+        row_start: place of the first query in its row.
         first, last: from and to which place of the sequence these queries may see keys.
     """
 
     start: int
     stop: int
     row: int | None
-    at: int
+    row_start: int
     first: int
     last: int
 
@@ -154,7 +154,7 @@ class Part(NamedTuple):
         return x if self.row is None or len(x) == 1 else x[self.row : self.row + 1]
 
     def queries(self, x: Tensor, dim: int) -> Tensor:
-        return self.of_rows(x).narrow(dim, self.at, self.stop - self.start)
+        return self.of_rows(x).narrow(dim, self.row_start, self.stop - self.start)
 
     def keys(self, x: Tensor) -> Tensor:
         x = self.of_rows(x)

@@ -74,10 +74,10 @@ _FLAGS = MappingProxyType(
 
 def check_version() -> None:
     """ConfigError for a transformers whose mask functions were never tested."""
-    have = Version(transformers.__version__)
-    if not Version(OLDEST) <= have < Version(BEFORE):
+    version = Version(transformers.__version__)
+    if not Version(OLDEST) <= version < Version(BEFORE):
         raise ConfigError(
-            f"transformers {have} is not served: install transformers>={OLDEST},<{BEFORE}"
+            f"transformers {version} is not served: install transformers>={OLDEST},<{BEFORE}"
         )
 
 
@@ -212,10 +212,10 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
         )
         return
     count = sum(kind in RECURRENT_KINDS for kind in layer_types)
-    have = sum(type(layer).__name__ not in BESIDE for layer in layers)
-    if count != have:
+    num_layers = sum(type(layer).__name__ not in BESIDE for layer in layers)
+    if count != num_layers:
         yield (
-            f"{states}: the configuration names {count} of them, and {have} call functions "
+            f"{states}: the configuration names {count} of them, and {num_layers} call functions "
             "that are known here"
         )
     for why in filter(None, map(reason_against_layer, layers)):

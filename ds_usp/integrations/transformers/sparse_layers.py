@@ -153,13 +153,13 @@ class SparseLayers:
         places = torch.arange(batch.seq_len, device="cpu")
         counted = places[None] if positions is None else positions.cpu()
         for row, start, stop in batch.runs():
-            have = counted[row % len(counted), start:stop]
-            if not have.equal(places[: stop - start]):
+            document = counted[row % len(counted), start:stop]
+            if not document.equal(places[: stop - start]):
                 raise DataError(
                     f"{self._name} compares positions with the counts of a document's keys, and "
-                    f"the document at token {start} of row {row} has positions {have[0]} to "
-                    f"{have[-1]} for {stop - start} tokens: give position_ids that count from 0 in "
-                    "each document, or pad on the right"
+                    f"the document at token {start} of row {row} has positions {document[0]} to "
+                    f"{document[-1]} for {stop - start} tokens: give position_ids that count from "
+                    "0 in each document, or pad on the right"
                 )
 
     def restore(self) -> None:

@@ -492,9 +492,9 @@ def _documents(
     """Cumulative borders of the documents; padding is a document of its own."""
     size = len(rows)
     steps = _steps(arguments.get("position_ids"), size)
-    said: dict[str, Sequence[Borders]] = {}
+    stated: dict[str, Sequence[Borders]] = {}
     for name in (x for x in _LENGTHS if x in arguments):
-        if said and arguments[name] is arguments[_LENGTHS[0]]:  # as collators give them
+        if stated and arguments[name] is arguments[_LENGTHS[0]]:  # as collators give them
             continue
         borders = read_borders(name, arguments[name])
         if size != 1 or len(borders) > 1:
@@ -504,11 +504,11 @@ def _documents(
             )
         if mask is None:  # what comes after the last document is padding
             rows = [RealTokens(0, min(borders[0][-1], seq_len), seq_len, 0)]
-        said[name] = [borders_within(name, borders[0], rows[0], seq_len, 0)]
+        stated[name] = [borders_within(name, borders[0], rows[0], seq_len, 0)]
     if any(row.num_others for row in rows):
-        said[PADDING] = of_mask or [(0, seq_len)] * size
-    if said:
-        return tuple(agreed_documents(said, steps, rows))
+        stated[PADDING] = of_mask or [(0, seq_len)] * size
+    if stated:
+        return tuple(agreed_documents(stated, steps, rows))
     found = []
     for row, (real, of_row) in enumerate(zip(rows, steps or [{}] * size, strict=True)):
         inside = [x for x in of_row if real.first < x < real.stop]
@@ -536,11 +536,12 @@ def _check_numbers(
     begins = [row.nonzero().flatten() + 1 for row in numbers[:, 1:] != numbers[:, :-1]]
     of_numbers = [borders_through(row.tolist(), seq_len) for row in begins]
     rows = list(documents or [(0, seq_len)]) * (size if len(documents) <= 1 else 1)
-    for row, (have, want) in enumerate(zip(of_numbers * (size // len(begins)), rows, strict=True)):
-        if have != want:
+    numbered = of_numbers * (size // len(begins))
+    for row, (borders, expected) in enumerate(zip(numbered, rows, strict=True)):
+        if borders != expected:
             raise DataError(
-                f"seq_idx of row {row} has {len(have) - 1} documents, the rest of the batch "
-                f"{len(want) - 1} or other ones: give position_ids that start anew in each "
+                f"seq_idx of row {row} has {len(borders) - 1} documents, the rest of the batch "
+                f"{len(expected) - 1} or other ones: give position_ids that start anew in each "
                 "document, beside seq_idx or in its place"
             )
 
