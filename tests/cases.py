@@ -53,6 +53,13 @@ HEADS = {
 }
 
 
+@dataclass(frozen=True)
+class LaterMask(MaskSpec):
+    """A mask of a later version, with a field that no reader knows."""
+
+    stride: int = 1
+
+
 def random_tree(draw: random.Random, tokens: int) -> tuple[tuple[int, int, int | None], ...]:
     """Segments (start, end, parent) that fill a sequence, up to five deep, in any order that has
     parents first: many of one token, few long ones, or one."""

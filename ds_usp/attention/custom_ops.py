@@ -96,10 +96,11 @@ _LEFT_OUT: Mapping[type, frozenset[str]] = MappingProxyType(
     {
         # The mesh's; as below.
         TokenLayout: frozenset({"ulysses", "ring", "order", "documents", "parents"}),
-        MaskSpec: frozenset({"documents", "blocks", "parents", "areas"}),  # break the graph
+        MaskSpec: frozenset({"documents", "blocks", "parents", "areas"}),  # set: break the graph
         Scores: frozenset({"sinks"}),  # a tensor of the op
     }
 )
+_MASK_TUPLES = sorted(_LEFT_OUT[MaskSpec])
 _SCHEMA_TYPES: Mapping[type, str] = MappingProxyType(
     {str: "str", int: "SymInt", float: "float", bool: "bool"}
 )
@@ -238,7 +239,7 @@ def attention_values(
     queries = keys = plain_layout(options.layout, q, mesh, by_value)
     if options.kv_layout is not None:
         keys = plain_layout(options.kv_layout, k, mesh, by_value)
-    if queries is None or keys is None or mask.documents:
+    if queries is None or keys is None or any(getattr(mask, name) for name in _MASK_TUPLES):
         return None
     if not q.ndim == k.ndim == v.ndim == 4:
         return None

@@ -18,7 +18,7 @@ from ds_usp.attention.validation import no_mask_error
 from ds_usp.comm.call_record import Signature
 from ds_usp.comm.readings import Readings
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.masks import MaskSpec, has_only
 
 _MASKS = ("attention_mask", "attn_mask", "mask")
 _CAUSAL = ("causal", "is_causal")
@@ -317,7 +317,8 @@ class FrameworkArgumentChecks:
             key = "dense mask", attention.mask, attention.true_means_masked, seq_len
             fits = self._readings.of([value], key, lambda: self._is_mask(value, seq_len))
         elif name in _CAUSAL:
-            causal = attention.mask.right == 0 and not attention.mask.prefix
+            mask = attention.mask
+            causal = mask.right == 0 and has_only(mask, "left", "right", "documents")
             fits = isinstance(value, bool) and value == causal
         elif name in _SCALES:
             fits = isinstance(value, (int, float)) and math.isclose(value, scale, rel_tol=1e-9)
@@ -339,8 +340,8 @@ class FrameworkArgumentChecks:
         """Whether a dense mask ``[..., tokens, tokens]`` is the one the ring computes."""
         if mask.ndim < 2 or mask.shape[-2:] != (seq_len, seq_len):
             return False
-        if self.attention.mask.documents:  # the dense mask would have to contain them
-            return False
+        if not has_only(self.attention.mask, "left", "right", "prefix"):
+            return False  # a dense mask would have to contain documents
         rows = max(1, _COMPARE_BLOCK // seq_len)  # row blocks: masks are large
         blocks_agree = [
             self._is_per_row(mask[..., start : start + rows, :], start)

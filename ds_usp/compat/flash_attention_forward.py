@@ -32,7 +32,7 @@ from ds_usp.comm.readings import Place, calling_modules, version_of
 from ds_usp.compat.models_on_shards import ENABLE, ShardLimits, calling_model
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec, Parents
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents, has_only
 from ds_usp.kernels.registry import AUTO, check_kernel_name
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import RealTokens, agreed_documents, local_positions
@@ -413,6 +413,8 @@ class _FlashAttentionForward:
         def read() -> _Pass:
             seq_len, degree = q.shape[1] * self._mesh.sp_degree, self._mesh.sp_degree
             tree.check_length(seq_len, q.shape[0])
+            if tree.right != 0 or not has_only(tree, "right", "documents", "parents"):
+                raise ConfigError(f"tree={tree}: windows are of calls. Set MaskSpec.tree(segments)")
             layout = self._mesh.layout(self._layout, seq_len)
 
             def largest() -> list[int]:

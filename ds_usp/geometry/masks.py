@@ -6,7 +6,8 @@ import hashlib
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -447,6 +448,18 @@ class MaskSpec:
         if not self.documents:
             return text
         return f"{text} in {format_documents(self.documents, self.parents)}"
+
+
+def has_only(mask: MaskSpec, *names: str) -> bool:
+    """Return whether all fields but the named ones have their defaults. Code that reads fields one
+    by one asks this first: it refuses what it does not read, a field of a later version too."""
+    kind: Any = type(mask)  # which mypy takes for no Hashable
+    return all(getattr(mask, name) == default for name, default in _defaults_but(names, kind))
+
+
+@cache
+def _defaults_but(names: tuple[str, ...], kind: type[MaskSpec]) -> list[tuple[str, Any]]:
+    return [(x.name, x.default) for x in fields(kind) if x.name not in names]
 
 
 def normalize_documents(documents: Any) -> tuple[Borders, ...]:

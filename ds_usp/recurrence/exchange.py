@@ -15,7 +15,7 @@ from ds_usp.comm.consistency import ConsistencyChecker
 from ds_usp.comm.mesh import SequenceMesh, check_on_all_ranks
 from ds_usp.errors import ConfigError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec, Parents, format_documents
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents, format_documents, has_only
 from ds_usp.geometry.state_chains import StateChains, state_chains
 from ds_usp.lowlevel import refuse_second_derivative
 
@@ -209,8 +209,7 @@ def is_dim(dim: object) -> bool:
 def _documents_of(value: Any) -> tuple[tuple[Borders, ...], tuple[Parents, ...]]:
     """Documents and their parents; ConfigError for a mask that hides tokens before a token."""
     mask = value if isinstance(value, MaskSpec) else MaskSpec.causal(value)
-    others = mask.left, mask.right, mask.prefix, mask.blocks, mask.areas
-    if others != (None, 0, 0, (), ()):  # not by another MaskSpec, which reads all borders again
+    if mask.right != 0 or not has_only(mask, "right", "documents", "parents"):
         raise ConfigError(
             f"documents={mask}, and a state has come through every token before it: give borders, "
             "MaskSpec.causal(borders) or MaskSpec.tree(segments)"

@@ -21,7 +21,7 @@ from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.comm.process_groups import all_gather_bytes, byte_tensor, transport_device
 from ds_usp.errors import ConfigError, DataError, LayoutError, UnsupportedAttentionError, warn_once
 from ds_usp.geometry.layout import KINDS, TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec
+from ds_usp.geometry.masks import Borders, MaskSpec, has_only
 from ds_usp.training.whole_batch import (
     POSITIONS,
     SHIFTED,
@@ -226,7 +226,7 @@ class ShardedBatch:
     @property
     def documents(self) -> tuple[Borders, ...]:
         # A mask made of them alone would let no branch see its prompt.
-        if self.mask.parents:
+        if not has_only(self.mask, "right", "documents"):
             raise UnsupportedAttentionError(
                 f"the batch is {self.mask}: its segments see their ancestors, which borders of "
                 "documents do not say. Give attention mask=batch.mask"

@@ -175,7 +175,8 @@ def check_dense_mask(
 def _equals_rule(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:
     """Whether the rows of this rank's queries hide the same keys as the rule."""
     rows = layout.positions(rank)
-    if rule.documents:  # packed_seq_params carry them, so a dense mask beside them is refused
+    # Documents too: packed_seq_params carry them, so a dense mask beside them is refused.
+    if rule != ds_usp.MaskSpec.window(rule.left, rule.right):
         return False
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim < 2:
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -92,7 +92,7 @@ def _read(
     if params.qkv_format == "thd":
         layout = _layout_of_each_document(places, layout, tokens, mesh)
     borders, padding = _separate_padding(lengths, places)
-    mask = ds_usp.MaskSpec.window(rule.left, rule.right, borders)
+    mask = replace(rule, documents=tuple(map(tuple, borders)))
     if not any(padding):
         return PackedDocuments(mask, layout, None)
     if isinstance(layout, str):

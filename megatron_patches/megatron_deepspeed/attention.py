@@ -68,7 +68,7 @@ class SequenceParallelAttention(torch.nn.Module):
             q, k = apply_rotary((q, k), *table, token_dim=0)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         # Flash attention here has no document mask; with documents dropout is refused.
-        if self.flash and not mask.documents:
+        if self.flash and mask.is_causal:
             out = self._flash(q, k, v)
         else:
             out = ds_usp.usp_attention(

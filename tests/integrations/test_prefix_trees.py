@@ -1,12 +1,13 @@
 """Trees of shared prefixes in models and trainers against a row for each answer."""
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from cases import mesh_of
+from cases import LaterMask, mesh_of
 from harness import RankContext
 from hf_trainer_runs import (
     Record,
@@ -31,11 +32,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import ds_usp
-from ds_usp.integrations.transformers import enable
+from ds_usp.integrations.transformers import attention, decoders, enable
 from ds_usp.integrations.transformers.refusals import check_loss
 from ds_usp.training import PrefixTree
 from ds_usp.training.prefix_tree import SharedPrefixes
-from ds_usp.training.whole_batch import read_tree, tree_positions
+from ds_usp.training.whole_batch import Packing, read_tree, tree_positions
 
 FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
 STATES = sorted({*FUNCTIONS, *OTHERS} - {"qwen3_next", "nemotron_h"})
@@ -374,3 +375,12 @@ def test_groups_that_share_prompts_train_as_one_process_does(pool, tmp_path, nam
     # One row, and three more completions of 9 with the prompt's last token, which is in each.
     for model, tokens in got.tokens.items():
         assert 0 < 2 * tokens <= want.tokens[model] + 3 * 10 + 2
+
+
+@pytest.mark.parametrize("documents", [((0, 1, 2, 3),), ((0, 3),)])
+def test_layers_refuse_a_mask_with_a_field_that_they_do_not_read(documents):
+    mask = attention.LayerMask(attention._Band(LaterMask(None, 0, stride=2)))
+    packing = Packing(documents, ((-1, 0, 0),) if len(documents[0]) > 2 else ())
+    shard = SimpleNamespace(packing=packing, layout=SimpleNamespace(seq_len=3))
+    with pytest.raises(ds_usp.UnsupportedAttentionError, match=r"the mask|compute attention"):
+        decoders._mask_of_keys(shard, mask, 1, torch.float32, torch.device("cpu"))

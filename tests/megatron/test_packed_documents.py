@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import mesh_of
+from cases import LaterMask, mesh_of
 from harness import RankContext
 
 from ds_usp import MaskSpec, SequenceMesh, UnsupportedAttentionError
@@ -245,6 +245,16 @@ def test_a_group_of_its_own_is_refused():
         packed_documents(params, MaskSpec.causal(), "zigzag", SequenceMesh.single(), torch.zeros(8))
 
 
+@pytest.mark.parametrize("rule", [LaterMask(None, 0, stride=2), MaskSpec.causal([0, 8])])
+def test_a_dense_mask_is_no_rule_that_has_more(rule):
+    from megatron_patches.megatron_core.core_attention import check_dense_mask
+
+    mesh, hidden = SequenceMesh.single(), ~oracle.causal(range(8), range(8))
+    check_dense_mask(hidden, MaskSpec.causal(), "zigzag", mesh, 8)
+    with pytest.raises(UnsupportedAttentionError, match="not the rule"):
+        check_dense_mask(hidden, rule, "zigzag", mesh, 8)
+
+
 class Layer(torch.nn.Module):
     """A layer that asks for the documents of its batch, as attention does."""
 
@@ -277,6 +287,8 @@ def test_documents_are_read_once_a_pass():
         assert model(params, mesh, causal)[1].mask.documents == ((0, 5, 8),)
         assert Model()(params, mesh, causal)[1].mask.documents == ((0, 5, 8),)
         assert read.call_count == 4
+    later = LaterMask(4, 0, stride=2)  # a rule keeps its fields
+    assert model(params, mesh, later)[0].mask == LaterMask(4, 0, [0, 5, 8], stride=2)
     params.cu_seqlens_q_padded = torch.tensor([0, 5, 8])
     params.cu_seqlens_q = torch.tensor([0, 5, 7])
     assert model(params, mesh, causal)[0].padding.flatten().tolist() == [False] * 7 + [True]

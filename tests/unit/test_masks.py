@@ -1,21 +1,27 @@
 """Masks: bounds in global positions, and the tiles that follow, against brute force."""
 
 from itertools import accumulate, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cases import random_tree
+from cases import LaterMask, random_tree
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
 from ds_usp import ConfigError, LayoutError, MaskSpec, TokenLayout, UnsupportedAttentionError
 from ds_usp import testing as oracle
+from ds_usp.attention.local_attention import FrameworkArgumentChecks, LocalAttention
+from ds_usp.comm.readings import Readings
+from ds_usp.errors import USPError
 from ds_usp.geometry.chunking import visible_pairs
 from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.geometry.segments import Segment
 from ds_usp.geometry.tiles import Tile, TileSupport, plan_tiles
+from ds_usp.recurrence.exchange import _documents_of
+from ds_usp.training.data_loader import ShardedBatch
 
 BOUND = st.none() | st.integers(0, 12)
 
@@ -402,3 +408,23 @@ def test_rectangles_with_other_fields_are_refused():
     ):
         with pytest.raises(ConfigError):
             MaskSpec(**{"right": 0, "documents": [0, 9], "areas": areas, **fields})
+
+
+def framework_check(mask, *args, **kwargs):
+    checks = FrameworkArgumentChecks(LocalAttention(mask, None, 0.0), Readings())
+    return checks.check(4, 8, args, kwargs)
+
+
+READERS = {
+    "a recurrence": _documents_of,
+    "a causal flag": lambda mask: framework_check(mask, is_causal=True),
+    "a dense mask": lambda mask: framework_check(mask, oracle.causal(range(4), range(4))),
+    "documents of a batch": lambda mask: ShardedBatch.documents.fget(SimpleNamespace(mask=mask)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_field_of_a_later_version_is_refused_by_who_reads_field_by_field(name):
+    READERS[name](LaterMask(None, 0))
+    with pytest.raises(USPError):
+        READERS[name](LaterMask(None, 0, stride=2))

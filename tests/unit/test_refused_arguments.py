@@ -41,8 +41,9 @@ def usp_attention(value: object) -> object:
     return ds_usp.usp_attention(q, q, value, mesh=MESH, layout="zigzag", mask=mask)
 
 
-def flash(**options: Any) -> object:
+def flash(tree: MaskSpec | None = None, **options: Any) -> object:
     q, function = torch.ones(1, 4, 2, 8), flash_attention_forward.flash_attention_forward(MESH)
+    function.tree = tree
     given = {"position_ids": torch.arange(4)[None], "attention_mask": None, **options}
     return function(q, q, q, query_length=4, is_causal=True, **given)
 
@@ -65,6 +66,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "position_ids is complex",
     ),
     "a mask as text": (lambda: flash(attention_mask="x"), "attention_mask is a str"),
+    "a tree with a window": (
+        lambda: flash(MaskSpec.tree([(0, 2, None), (2, 3, 0), (3, 4, 0)], left=1)),
+        "windows are of calls",
+    ),
     "a sliding window in words": (lambda: flash(sliding_window="x"), "sliding_window='x'"),
     "no values": (lambda: usp_attention(None), "got Tensor, Tensor, NoneType"),
     "an array": (lambda: usp_attention(torch.ones(1, 4, 2, 8).numpy()), "Tensor, ndarray"),

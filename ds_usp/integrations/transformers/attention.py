@@ -22,7 +22,7 @@ from ds_usp.attention.scores import Scores
 from ds_usp.comm.readings import version_of
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import Borders, MaskSpec, Parents
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents, has_only
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import NO_PACKING, Packing
 
@@ -409,6 +409,8 @@ def _in_tree(band: _Band, packing: Packing, layer: str) -> MaskSpec:
     unserved = "attention to tokens that come later" if band.mask.right != 0 else ""
     if band.blocks is not None:
         unserved = "blocks of tokens that see each other both ways"
+    if not has_only(band.mask, "left", "right"):
+        unserved = f"the mask {band.mask}"
     if unserved:
         raise UnsupportedAttentionError(
             f"{layer} has {unserved}, and the batch is a tree of shared prefixes: served are "

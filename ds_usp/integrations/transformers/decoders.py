@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
-from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.masks import has_only
 from ds_usp.integrations.transformers.attention import (
     PASS,
     LayerMask,
@@ -370,7 +370,7 @@ def _mask_of_keys(
     """Return the mask that layers add to scores of this rank's queries x all keys, ``[rows, 1, q,
     keys]``."""
     spec = mask_of(mask, shard.packing, shard.layout.seq_len)
-    if spec != MaskSpec(spec.left, spec.right, documents=spec.documents):
+    if not has_only(spec, "left", "right", "documents"):
         raise UnsupportedAttentionError(
             f"layers compute attention themselves under {spec}: served are causal masks and "
             "windows, of documents too, without blocks and trees"

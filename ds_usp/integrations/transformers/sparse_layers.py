@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import MaskSpec
+from ds_usp.geometry.masks import MaskSpec, has_only
 from ds_usp.geometry.state_chains import StateChains, state_chains
 from ds_usp.integrations.transformers.attention import (
     Shard,
@@ -279,8 +279,8 @@ def _spec_of(layer: nn.Module, mask: Any, usp: Shard) -> MaskSpec:
         mask = None  # padding is a document of its own
     spec = mask_of(layer_mask(layer, mask, None, None), usp.packing, usp.layout.seq_len, kind)
     # Windows are served beside what is compressed.
-    left = spec.left if getattr(layer, "compressor", None) is not None else None
-    if spec != MaskSpec(left, 0, documents=spec.documents):
+    windows = ("left",) if getattr(layer, "compressor", None) is not None else ()
+    if spec.right != 0 or not has_only(spec, "right", "documents", *windows):
         raise UnsupportedAttentionError(
             f"{kind} picks keys by an indexer under {spec}: served are causal masks, of documents "
             "too, without windows, blocks and trees"
