@@ -205,5 +205,25 @@ class Degrees:
             )
 
 
+def zero_refusal(zero: int, stages: int, *, bf16: bool) -> Refusal | None:
+    """Return why DeepSpeed's ZeRO stage would not train as one rank does; None if it would.
+
+    Args:
+        stages: of the pipeline; 1 without one.
+        bf16: weights are in bf16.
+    """
+    if stages > 1 and zero > 1:
+        rule = f"ZeRO-{zero} does not go with a pipeline"
+        return Refusal(
+            rule,
+            f"{rule}, here of {stages} stages: it sums gradients over interleaved micro batches, "
+            "and ZeRO-2 and 3 would shard them after each. Use ZeRO-1, or no pipeline",
+        )
+    if bf16 and zero == 0:
+        rule = "ZeRO-0 sums gradients of bf16 weights in bf16"
+        return Refusal(rule, f"{rule}. Use ZeRO-1, which sums them in fp32")
+    return None
+
+
 def _listed(size: int) -> str:
     return ", ".join(map(str, divisors(size)))

@@ -85,11 +85,9 @@ def choose_ulysses(
         return Choice(1, ("planner: ulysses 1 x ring 1, each rank has full sequences",))
     axes = ("tp", "pp", "dp", "recompute", "micro_batch", "zero")
     fixed: Mapping[str, object] = {axis: getattr(config, axis) for axis in axes}
-    stages = (config.zero,)
     framework = replace(
         framework,
-        zero=stages,
-        zero_in_pipeline=stages,
+        zero=(config.zero,),
         chunks_loss=False,
         fsdp2=False,
         length_settings=(),

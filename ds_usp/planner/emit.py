@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from ds_usp.errors import ConfigError
+from ds_usp.geometry.degrees import zero_refusal
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
@@ -181,11 +182,8 @@ def _length_setting_flags(config: ParallelConfig) -> Flags:
 
 def _refuse_zero(config: ParallelConfig) -> None:
     """The check of ``ds_usp.training`` for bf16, which is what plans count with."""
-    if config.zero == 0:
-        raise ConfigError(
-            "DeepSpeed's ZeRO-0 sums gradients of bf16 weights in bf16, and the plan counts fp32: "
-            "take --zero 1"
-        )
+    if refusal := zero_refusal(config.zero, config.pp, bf16=True):
+        raise ConfigError(refusal.message)
 
 
 def megatron_lm(work: Workload, config: ParallelConfig) -> str:
@@ -428,7 +426,6 @@ for layer in model.model.layers:
     fully_shard(layer, mp_policy=policy)
 fully_shard(model, mp_policy=policy)"""
     else:
-        _refuse_zero(config)
         dtype = "bfloat16"
         content = json.dumps(ds_config(work, config), indent=4)
         content = content.replace("true", "True").replace("false", "False")

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.degrees import Degrees, Refusal, divisors
+from ds_usp.geometry.degrees import Degrees, Refusal, divisors, zero_refusal
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
 from ds_usp.planner.arguments import (
     MOST_GPUS,
@@ -325,8 +325,8 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
                 f"interleaving needs micro batches in multiples of pp={pp}, there are "
                 f"{micro_batches}"
             )
-    if config.zero >= 2 and pp > 1:
-        yield f"ZeRO-{config.zero} does not go with a pipeline (pp={pp}); use ZeRO-1"
+    if unsharded := zero_refusal(config.zero, pp, bf16=False):
+        yield unsharded.message
 
 
 def memory_violations(work: Workload, config: ParallelConfig) -> Iterator[str]:
@@ -427,7 +427,7 @@ class FrameworkCaps:
     """The settings that the program that trains has.
 
     Args:
-        zero: stages of ZeRO; ``zero_in_pipeline`` those that go with one.
+        zero: stages of ZeRO; in a pipeline those that ``zero_refusal`` leaves.
         schedule: of its pipeline, without virtual stages.
         interleaves: it has virtual stages.
         offloads: saved activations can go to host memory, a layer at a time.
@@ -443,7 +443,6 @@ class FrameworkCaps:
 
     name: str  # of ``--engine``
     zero: tuple[int, ...]
-    zero_in_pipeline: tuple[int, ...]
     recompute: tuple[str, ...]  # what it can compute again
     schedule: str
     interleaves: bool
@@ -504,9 +503,9 @@ class FrameworkCaps:
         if axis == "micro_batch":
             return f"micro batch {value} does not divide the sequences of a replica"
         if axis == "zero" and value in self.zero:
-            if config.zero_ranks == 1:
-                return f"ZeRO-{value} has no ranks to share with"
-            return f"ZeRO-{value} does not go with a pipeline"
+            shares = config.zero_ranks > 1
+            refusal = zero_refusal(value, config.pp, bf16=False) if shares else None
+            return refusal.rule if refusal else f"ZeRO-{value} has no ranks to share with"
         return f"{self.name} has no " + (f"ZeRO-{value}" if axis == "zero" else f"{axis} {value}")
 
 
@@ -519,7 +518,6 @@ def _caps(name: str, **facts: Any) -> FrameworkCaps:
 _DEEPSPEED: Mapping[str, Any] = MappingProxyType(
     {
         "zero": (1, 2, 3),
-        "zero_in_pipeline": (1,),
         "schedule": "deepspeed",
         "interleaves": False,
         "offloads": True,
@@ -542,7 +540,6 @@ FRAMEWORKS = (
     _caps(
         "megatron-lm",  # under the patches: --usp-recompute attention beside its own
         zero=(0, 1),
-        zero_in_pipeline=(0, 1),
         recompute=("none", "attention-only", "attention", "full"),
         schedule="1f1b",
         interleaves=True,

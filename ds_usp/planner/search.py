@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.degrees import divisors
+from ds_usp.geometry.degrees import divisors, zero_refusal
 from ds_usp.planner.arguments import MOST_SEQUENCES
 from ds_usp.planner.degree_rule import rule_degrees
 from ds_usp.planner.formulas import layer_bytes, stage_elements
@@ -190,7 +190,7 @@ class _Collector:
     def search_degrees(self, base: ParallelConfig, fixed: Mapping[str, object]) -> None:
         """Evaluate all settings of one set of degrees."""
         result, framework = self._result, self._framework
-        known = framework.zero_in_pipeline if base.pp > 1 else framework.zero
+        known = tuple(x for x in framework.zero if not zero_refusal(x, base.pp, bf16=False))
         if base.states_on_host and fixed.get("zero") != 0:
             known = tuple(zero for zero in known if zero)
         # A single rank shards nothing: one stage stands for all.

@@ -23,6 +23,7 @@ from torch import nn
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.process_groups import align_group_counters, new_local_group, timeout_of
 from ds_usp.errors import ConfigError, require_package, warn_once
+from ds_usp.geometry.degrees import zero_refusal
 from ds_usp.training.data_loader import data_parallel_ranks
 
 
@@ -105,17 +106,8 @@ def check_zero_stage(zero_stage: int, *, stages: int, bf16: bool) -> None:
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ConfigError(f"ZeRO stage {zero_stage!r} must be 0, 1, 2 or 3")
-    if stages > 1 and zero_stage > 1:
-        raise ConfigError(
-            f"a pipeline of {stages} stages cannot use ZeRO-{zero_stage}: it accumulates gradients "
-            "over interleaved micro batches, which stages 2 and 3 would partition after each. Use "
-            "--zero-stage 1 or --pipeline-model-parallel-size 1"
-        )
-    if bf16 and zero_stage == 0:
-        raise ConfigError(
-            "bf16 with ZeRO-0: DeepSpeed accumulates gradients in bf16 there. Use --zero-stage 1, "
-            "which accumulates them in fp32"
-        )
+    if refusal := zero_refusal(zero_stage, stages, bf16=bf16):
+        raise ConfigError(refusal.message)
 
 
 def deepspeed_mpu(groups: ParallelGroups, rule: GradientRule) -> SimpleNamespace:

@@ -73,7 +73,7 @@ REFUSED = [
     ("--reset-attention-mask", 1, ConfigError, "give both"),
     ("--zero-stage 0 --optimizer sgd --usp-states-on-host", 1, ConfigError, "leave it out"),
     ("--universal-checkpoint", 1, ConfigError, "--load"),
-    ("--zero-stage 0 --bf16", 1, ConfigError, "--zero-stage 1"),
+    ("--zero-stage 0 --bf16", 1, ConfigError, "Use ZeRO-1"),
     ("--usp-checkpoint-layers 2", 1, ConfigError, "--usp-recompute full"),
     ("--usp-mlp-chunks 600 --ds-sequence-parallel-size 2", 2, ConfigError, "512"),
     ("--usp-cluster h100", 1, ConfigError, "auto"),
