@@ -80,6 +80,32 @@ class OpCall(NamedTuple):
     prefix: str
 
 
+class OpResults(NamedTuple):
+    """The results of ``ds_usp::attention``, which an op returns as one list.
+
+    Args:
+        out, lse: ``[b, s, h, e]``, ``[b, h, s]``; the log-sum-exp with ``return_lse``, and without
+            Ulysses where there is a backward pass.
+        chunks: with Ulysses the tensors of :meth:`AttentionPlan.pack_saved`, for a backward pass.
+        call_number: ``[]``, on the CPU, where there is a backward pass.
+    """
+
+    out: torch.Tensor
+    lse: OptionalTensor = None
+    chunks: Sequence[torch.Tensor] = ()
+    call_number: OptionalTensor = None
+
+    def as_list(self) -> list[torch.Tensor]:
+        return [x for x in (self.out, self.lse, *self.chunks, self.call_number) if x is not None]
+
+    @classmethod
+    def of_list(cls, tensors: Sequence[torch.Tensor], *, has_lse: bool) -> OpResults:
+        """The results of a call that has a backward pass."""
+        out, *rest = tensors
+        lse = rest.pop(0) if has_lse else None
+        return cls(out, lse, rest[:-1], rest[-1])
+
+
 class OpArg(NamedTuple):
     """One argument of an op after its tensors: the path of attributes from the call to the value,
     the types that it may have; ``auto``: ``"auto"`` is None in the op."""
@@ -311,11 +337,8 @@ def attention(
     """Attention of this rank's tokens with the whole sequence; collective over the mesh.
 
     Shapes:
-        q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks ``[h]`` -> out
-        ``[b, s, h, e]``; with ``return_lse``, and without Ulysses where there is a backward pass,
-        the log-sum-exp ``[b, h, s]``; with Ulysses what else backward needs, chunk by chunk
-        (:class:`ds_usp.attention.plan.SavedChunk`); where there is a backward pass, last the
-        call number ``[]``, on the CPU.
+        q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks ``[h]`` ->
+        :class:`OpResults`.
 
     Args:
         module: the number ``[]`` of the module that calls, on the CPU: as a number it would be one
@@ -328,12 +351,14 @@ def attention(
     """
     values = tuple(_with_lengths(values, seq_lens))
     call = _attention_call(values, sinks)
+    if not is_saving():
+        return _attention(call, q, k, v, module)
     inputs = [x for x in (q, k, v, sinks) if x is not None]
     num_visible = 2 if call.options.return_lse else 1
     # A checkpoint's first run may be without gradients, and its second one asks for the rest.
     no_grad = {"requires_grad": False, "sinks_require_grad": False}
     key = "attention in a graph", *(_by_name(values) | no_grad).values()
-    run = call._replace(requires_grad=True) if is_saving() else call
+    run = call._replace(requires_grad=True)
     results = results_or_replay(lambda: _attention(run, q, k, v, module), inputs, key, num_visible)
     needs_backward = call.requires_grad or call.sinks_require_grad
     return list(results if needs_backward else results[:num_visible])
@@ -358,15 +383,15 @@ def _attention(
     call_number = mesh.consistency.number
     run = ForwardPass(plan, sinks, (q, k, v), save=save)
     run.execute(plan.forward)
-    out, lse, saved = run.out, run.lse, run.saved
-    results = [out] if lse is None else [out, lse]
-    if save and plan.local_heads and lse is None:
-        results.append(torch.cat([chunk.lse for chunk in saved], dim=1))
-    if save and not plan.local_heads:
-        results += plan.pack_saved(saved, ())
+    lse, chunks, number = run.lse, list[torch.Tensor](), None
     if save:
-        results.append(torch.tensor(call_number, device="cpu"))
-    return _fresh_contiguous(results, (q, k, v))
+        number = torch.tensor(call_number, device="cpu")
+        if not plan.local_heads:
+            chunks = plan.pack_saved(run.saved, ())
+        elif lse is None:
+            lse = torch.cat([chunk.lse for chunk in run.saved], dim=1)
+    results = OpResults(run.out, lse, chunks, number)
+    return _fresh_contiguous(results.as_list(), (q, k, v))
 
 
 @attention.register_fake
@@ -382,15 +407,15 @@ def _(*args: Any) -> list[torch.Tensor]:
     needs_backward = call_values["requires_grad"] or call_values["sinks_require_grad"]
     mesh, (batch, tokens, heads, _) = MESH_REGISTRY.lookup(call_values["mesh"]), q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    results = [q.new_empty(batch, tokens, heads, v.shape[3])]
+    results = OpResults(q.new_empty(batch, tokens, heads, v.shape[3]))
     local_heads = mesh.ulysses_degree == 1
     if call_values["return_lse"] or (local_heads and needs_backward):
-        results.append(q.new_empty(batch, heads, tokens, dtype=lse_dtype))
+        results = results._replace(lse=q.new_empty(batch, heads, tokens, dtype=lse_dtype))
     if not needs_backward:
-        return results
-    call_number = torch.empty((), dtype=torch.int64, device="cpu")
+        return results.as_list()
+    results = results._replace(call_number=torch.empty((), dtype=torch.int64, device="cpu"))
     if local_heads:
-        return [*results, call_number]
+        return results.as_list()
     # The shapes of the exchanged chunks depend on the plan, and a plan is made of numbers, which
     # are constants of the graph.
     shapes = [guard_ints(x.shape) for x in (q, k, v)]
@@ -398,13 +423,14 @@ def _(*args: Any) -> list[torch.Tensor]:
     try:
         _, plan = _plan_attention(call, (q, k, v), shapes)
     except USPError:  # raised when the op runs: on all ranks, where the others hear of it
-        return [*results, q.new_empty(q.shape), call_number]
+        return results._replace(chunks=[q.new_empty(q.shape)]).as_list()
+    saved: list[torch.Tensor] = []
     for chunk in plan.chunks:
-        qkv = _exchanged(chunk.qkv, (q, k, v)[: len(chunk.qkv.ranges)], mesh)
+        qkv = _exchanged(chunk.qkv, (q, k, v) if chunk.has_kv else (q,), mesh)
         _, rows, width, _ = qkv[0].shape
         out, lse = (batch, rows, width, v.shape[3]), (batch, width, rows)
-        results += [*qkv, q.new_empty(out), q.new_empty(lse, dtype=lse_dtype)]
-    return [*results, call_number]
+        saved += [*qkv, q.new_empty(out), q.new_empty(lse, dtype=lse_dtype)]
+    return results._replace(chunks=saved).as_list()
 
 
 @torch.library.custom_op(
@@ -432,8 +458,8 @@ def attention_backward(
         where sinks require a gradient, this rank's summand of it ``[h]``.
 
     Args:
-        saved: without Ulysses q, k, v, out and the log-sum-exp; else each chunk's. Last the call
-            number.
+        saved: without Ulysses q, k, v, out and the log-sum-exp; else each chunk's. Both begin with
+            q. Last the call number.
         seq_lens: as of :func:`attention`.
         kv_length, kv_heads: t and g.
     """
@@ -443,8 +469,8 @@ def attention_backward(
     shapes = _qkv_shapes(dout, saved, kv_length, kv_heads)
     _, plan = _plan_attention(call, 3 * [dout], shapes)
     if plan.local_heads:  # the log-sum-exp of all heads is saved as one tensor
-        lse = saved.pop()
-        saved += [lse[:, slice(*x.out.ranges[0][0])].contiguous() for x in plan.chunks]
+        q, k, v, out, lse = saved
+        saved = [q, k, v, out, *(lse[:, x.q_heads].contiguous() for x in plan.chunks)]
     sizes = [torch.Size(shape) for shape in shapes]
     run = BackwardPass(plan, call.options.scores.sinks, dout.contiguous(), sizes, saved)
     run.execute(plan.backward)
@@ -504,20 +530,18 @@ def _fresh_contiguous(
 
 
 def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    """Save what :func:`attention_backward` takes as ``saved``: without Ulysses q, k, v, the output
-    and the log-sum-exp, else the chunks; the call number last.
+    """Save what :func:`attention_backward` takes as ``saved``.
 
     Only the output ever has a gradient: ``usp_attention`` detaches the log-sum-exp, and the rest
     never leaves the op. So gradients are not materialized: each chunk would get zeros of its size.
     """
     q, k, v, sinks, _, seq_lens, *ctx.values = inputs
     call_values = _by_name(ctx.values)
-    ctx.keys = k.shape[1], k.shape[2]
-    if MESH_REGISTRY.lookup(call_values["mesh"]).ulysses_degree == 1:
-        saved = (q, k, v, *output)
-    else:
-        saved = tuple(output[2 if call_values["return_lse"] else 1 :])
-    ctx.save_for_backward(sinks, seq_lens, *saved)
+    ctx.kv_length, ctx.kv_heads = k.shape[1], k.shape[2]
+    local_heads = MESH_REGISTRY.lookup(call_values["mesh"]).ulysses_degree == 1
+    results = OpResults.of_list(output, has_lse=local_heads or call_values["return_lse"])
+    saved = (q, k, v, results.out, results.lse) if local_heads else results.chunks
+    ctx.save_for_backward(sinks, seq_lens, *saved, results.call_number)
     ctx.set_materialize_grads(False)
 
 
@@ -527,7 +551,7 @@ def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, 
     with consistency.raising_everywhere():
         sinks, seq_lens, *saved = ctx.saved_tensors
     dq, dk, dv, *dsinks = attention_backward(
-        grads[0], saved, sinks, seq_lens, *ctx.keys, *ctx.values
+        grads[0], saved, sinks, seq_lens, ctx.kv_length, ctx.kv_heads, *ctx.values
     )
     without = None, None, *(None for _ in ctx.values)
     return dq, dk, dv, dsinks[0] if dsinks else None, *without
@@ -548,8 +572,9 @@ def traced_attention(
     module: OptionalTensor = None,
     seq_lens: OptionalTensor = None,
     **caller: Any,
-) -> list[torch.Tensor] | None:
-    """The results of :func:`attention` in a graph; None if no op can compute the call.
+) -> tuple[torch.Tensor, OptionalTensor] | None:
+    """The output and, with ``return_lse``, the log-sum-exp of :func:`attention` in a graph; None
+    if no op can compute the call.
 
     Args:
         module, seq_lens: as of :func:`attention`. With ``seq_lens`` the graph serves layouts of
@@ -563,4 +588,5 @@ def traced_attention(
     values = attention_values(q, k, v, options, by_value=seq_lens is not None, **caller)
     if values is None:
         return None
-    return attention(q, k, v, options.scores.sinks, module, seq_lens, *values)
+    out, *others = attention(q, k, v, options.scores.sinks, module, seq_lens, *values)
+    return out, others[0].detach() if options.return_lse else None  # as OpResults has them

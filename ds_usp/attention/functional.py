@@ -283,7 +283,8 @@ def usp_attention(
     if torch.compiler.is_compiling():
         traced = traced_attention(q, k, v, options)
         if traced is not None:
-            return (traced[0], traced[1].detach()) if return_lse else traced[0]
+            out, lse = traced
+            return out if lse is None else (out, lse)
     return _usp_attention(q, k, v, options)
 
 

@@ -290,10 +290,11 @@ class USPAttention(torch.nn.Module):
         attention, named = self._framework.attention, self._names_layout
         prefix = "\n".join((batch_dim_text(dim), *NO_ARGUMENTS.fields))
         options = self._options(attention, q.device)
-        outs = traced_attention(q, k, v, options, self._number, named=named, prefix=prefix)
-        if outs is None:
+        traced = traced_attention(q, k, v, options, self._number, named=named, prefix=prefix)
+        if traced is None:
             return None
-        out = outs[0].flatten(2) if attention.flat_output else outs[0]
+        out, _lse = traced
+        out = out.flatten(2) if attention.flat_output else out
         return out.transpose(0, 1) if dim else out
 
     @graph_break

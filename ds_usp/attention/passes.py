@@ -242,7 +242,7 @@ class ForwardPass(Pass[ForwardChunk]):
         """Start the all-to-all of q, and of k and v unless an earlier chunk has brought them."""
         exchange = chunk.exchanges.qkv
         overlapped = instr not in self._exposed
-        tensors = self._qkv[: len(exchange.ranges)]
+        tensors = self._qkv if chunk.exchanges.has_kv else self._qkv[:1]
         chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
 
     def wait_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
@@ -300,7 +300,8 @@ class ForwardPass(Pass[ForwardChunk]):
 
     def post_lse(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Start the all-to-all that brings the log-sum-exp back, as the output."""
-        lse = chunk.result[1].transpose(1, 2).unsqueeze(-1)
+        _out, lse = chunk.result
+        lse = lse.transpose(1, 2).unsqueeze(-1)
         chunk.exchange = chunk.exchanges.out.post_to_sequence((lse,), (self._lse_out,))
         del chunk.result
 
@@ -378,8 +379,8 @@ class BackwardPass(Pass[BackwardChunk]):
         indices = range(len(plan.chunks))
         chunks = list(map(partial(BackwardChunk, plan, backward=True), indices))
         if plan.saves_shards:
-            *self._shards, self._out = saved[:4]
-            self._lse = saved[4:]
+            q, k, v, self._out, *self._lse = saved
+            self._shards = q, k, v
         else:
             for chunk, of_chunk in zip(chunks, plan.unpack_saved(saved), strict=True):
                 chunk.saved, chunk.local_kv = of_chunk, (of_chunk.k, of_chunk.v)
@@ -422,7 +423,7 @@ class BackwardPass(Pass[BackwardChunk]):
                 self._group_kv = kv[0], kv[1]
             chunk.local_kv = self._group_kv
             chunk.saved = SavedChunk(q, *self._group_kv, out, self._lse[chunk.index])
-        q, k, v = chunk.saved[:3]
+        q, k, v, _out, _lse = chunk.saved
         chunk.dq = GradAccumulator(q)
         group = chunk.exchanges.kv_chunk
         if group not in self._dkv:

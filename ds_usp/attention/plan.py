@@ -84,6 +84,7 @@ class AttentionOptions(NamedTuple):
         scores: object = self.scores
         if scores is not PLAIN_SCORES and isinstance(scores, Scores):
             scores = scores.plan_key
+        # By position, layout to tuning: this runs in each call.
         return self[1:8], self.kv_layout, scores, type(self.softmax_scale)
 
 
@@ -248,7 +249,7 @@ class AttentionPlan:
         for chunk in self.chunks:
             stop = start + (5 if chunk.has_kv else 3)
             q, *kv, out, lse = tensors[start:stop]
-            k, v = kv or saved[chunk.kv_chunk][1:3]
+            k, v = kv or (saved[chunk.kv_chunk].k, saved[chunk.kv_chunk].v)
             saved.append(SavedChunk(q, k, v, out, lse))
             start = stop
         return saved
@@ -494,7 +495,8 @@ def _staging_bytes(
     if fused:
         sizes["fused"] = fused
     if ring.schedule.ring_degree > 1:
-        kv_heads = max(chunk.qkv.local_heads[1] for chunk in chunks)
+        heads_of_qkv = [chunk.qkv.local_heads for chunk in chunks if chunk.has_kv]
+        kv_heads = max(heads for _, heads, _ in heads_of_qkv)
         token_elements = batch * kv_heads * (dim + value_dim)  # keys and values of one token
         sizes["ring_kv"] = ring.schedule.max_local_tokens * token_elements * q.element_size()
         if not backward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -59,10 +59,11 @@ class ChunkExchanges:
     kv_chunk: int = 0
     has_kv: bool = True
 
-    @property
+    @cached_property
     def q_heads(self) -> slice:
         """The query heads that this rank computes, among those of all ranks."""
-        return slice(*self.qkv.ranges[0][self.qkv.mesh.ulysses_rank])
+        q_ranges, *_ = self.qkv.ranges
+        return slice(*q_ranges[self.qkv.mesh.ulysses_rank])
 
 
 def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:

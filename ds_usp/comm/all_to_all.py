@@ -182,8 +182,8 @@ class HeadAllToAll:
         """Staging memory in bytes of one copy-engine exchange of tensors of these head dims."""
         if self._uniform is None:
             return 0
-        layout = self.layouts[0]  # the ranks reserve as much
-        tokens = max(layout.length(rank) for rank in range(layout.degree))
+        layout, *_ = self.layouts  # of any tensor
+        tokens = max(layout.length(rank) for rank in range(layout.degree))  # all reserve as much
         return self._uniform.staging_bytes(tokens, batch, dims, itemsize)
 
     @cached_property
@@ -197,7 +197,7 @@ class HeadAllToAll:
             slices = TokenSlices.from_runs(layout.runs(self.mesh.ring_rank), len(ranks))
             if slices is None or not slices.in_rank_order or len(set(slices.lengths)) > 1:
                 return False
-            share = ranges[0][1]
+            _, share = ranges[0]  # the heads of the first rank
             if ranges != tuple((rank * share, (rank + 1) * share) for rank in ranks):
                 return False
         return True

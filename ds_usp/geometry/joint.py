@@ -91,7 +91,8 @@ class JointLayout(TokenLayout):
     def __str__(self) -> str:
         side = "before" if self.front else "after"
         continued = ", continued" if self.continued else ""
-        return f"{self.joint} joint tokens{continued} {side} {self.layouts[1]}"
+        _joint, other = self.layouts
+        return f"{self.joint} joint tokens{continued} {side} {other}"
 
 
 @dataclass(frozen=True)

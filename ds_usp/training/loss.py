@@ -102,7 +102,7 @@ def chunked_weighted_loss(
             require a gradient; on CPUs also a label outside of the vocabulary whose weight is not
             0. On GPUs, which are not waited for, loss and gradients are then NaN.
     """
-    rows = _validate(hidden, weight, labels, chunks)
+    tokens, weight, targets = _validate(hidden, weight, labels, chunks)
     if loss_weights.shape != labels.shape:
         raise ConfigError(f"labels {list(labels.shape)}, loss_weights {list(loss_weights.shape)}")
     if torch.is_grad_enabled() and loss_weights.requires_grad:
@@ -112,8 +112,8 @@ def chunked_weighted_loss(
         )
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     factors = loss_weights.reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
-    factors = _refuse_unknown(rows[2], factors, len(weight) * _ranks(tp_group))
-    return WeightedLoss.apply(*rows, factors, chunks, tp_group, needs_grad)
+    factors = _refuse_unknown(targets, factors, len(weight) * _ranks(tp_group))
+    return WeightedLoss.apply(tokens, weight, targets, factors, chunks, tp_group, needs_grad)
 
 
 def chunked_token_losses(
@@ -129,8 +129,8 @@ def chunked_token_losses(
         hidden ``[..., h]``, weight ``[V, h]``, labels ``[...]``; the result like labels, in fp32
         (fp64 for fp64).
     """
-    rows = _validate(hidden, weight, labels, chunks)
-    losses: Tensor = TokenLosses.apply(*rows, chunks, tp_group)
+    tensors = _validate(hidden, weight, labels, chunks)
+    losses: Tensor = TokenLosses.apply(*tensors, chunks, tp_group)
     return losses.view(labels.shape)
 
 
@@ -185,7 +185,7 @@ class TokenLosses(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.chunks_and_group = chunks, group
+        ctx.chunks, ctx.group = chunks, group
         chunk_logits = _chunks(hidden, weight, labels, chunks, group)
         return torch.cat([logits.losses for _, logits in chunk_logits])
 
@@ -194,9 +194,9 @@ class TokenLosses(torch.autograd.Function):
         refuse_second_derivative("chunked_token_losses")
         hidden, weight, labels = ctx.saved_tensors
         grads = _Gradients(hidden, weight, ctx.needs_input_grad[1])
-        for rows, logits in _chunks(hidden, weight, labels, *ctx.chunks_and_group):
+        for rows, logits in _chunks(hidden, weight, labels, ctx.chunks, ctx.group):
             grads.add(rows, logits.gradient(dlosses[rows]))
-        dhidden, dweight = grads.result(ctx.chunks_and_group[1])
+        dhidden, dweight = grads.result(ctx.group)
         if dweight is not None:
             dweight = dweight.to(weight.dtype)
         return dhidden, dweight, None, None, None

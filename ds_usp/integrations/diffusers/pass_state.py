@@ -64,7 +64,9 @@ def mesh_attention(
         traced = None
         if seq_lens is not None and torch.compiler.is_compiling():
             traced = traced_attention(q, k, v, options, seq_lens=seq_lens)
-        out: Tensor = usp_attention(q, k, v, **options._asdict()) if traced is None else traced[0]
+        if traced is None:
+            return usp_attention(q, k, v, **options._asdict())
+        out, _lse = traced
     return out
 
 
