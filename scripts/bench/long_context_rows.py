@@ -132,7 +132,7 @@ def differences(rows: Iterable[Row]) -> list[str]:
 
 
 def plot(rows: Iterable[Row], path: Path) -> None:
-    """Draw tokens/s a GPU of each program's fastest settings, where programs can be compared."""
+    """Draw tokens/s a GPU of each program at its fastest: where several ran, and the longest."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -140,23 +140,32 @@ def plot(rows: Iterable[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     best: dict[str, dict[str, float]] = {}  # by program, then by length and machine
-    for c in sorted(cells(rows), key=lambda c: (c["machine"], c["tokens"])):
-        if c["rows"] and c["layers"] == LAYERS and not c["rl"]:
-            rates = best.setdefault(c["name"].split(" ")[0].strip(","), {})
-            place = f"{c['tokens'] // 1024}K tokens\n{c['machine']}"
-            rates[place] = max(rates.get(place, 0.0), c["tokens_per_s_per_gpu"])
+    whole = [c for c in cells(rows) if c["rows"] and c["layers"] == LAYERS and not c["rl"]]
+    longest = max((c["tokens"] for c in whole), default=0) // 1024
+    for c in sorted(whole, key=lambda c: (c["machine"], c["tokens"])):
+        rates = best.setdefault(c["name"].split(" ")[0].strip(","), {})
+        place = f"{c['tokens'] // 1024}K tokens\n{c['machine']}"
+        rates[place] = max(rates.get(place, 0.0), c["tokens_per_s_per_gpu"])
     reached = Counter(place for rates in best.values() for place in rates)
-    places = [place for place, programs in reached.items() if programs > 1] or list(reached)
+    places = [
+        place
+        for place, programs in reached.items()
+        if programs > 1 or place.startswith(f"{longest}K")
+    ]
     figure, axes = pyplot.subplots(figsize=(4.8, 0.8 + 0.9 * len(places)), layout="constrained")
     programs = sorted(best, key=lambda name: name != "ds_usp")
     height = 0.8 / len(programs)
     for index, name in enumerate(programs):
         rates = {place: rate for place, rate in best[name].items() if place in places}
-        middles = [places.index(place) + index * height for place in rates]
+        above = [sum(place in best[other] for other in programs[:index]) for place in rates]
+        middles = [
+            places.index(place) + height * (bars_above - (reached[place] - 1) / 2)
+            for place, bars_above in zip(rates, above, strict=True)
+        ]
         color = "#1f6feb" if name == "ds_usp" else f"{0.7 + 0.1 * (index - 1):.1f}"
         bars = axes.barh(middles, rates.values(), 0.92 * height, label=name, color=color)
         axes.bar_label(bars, fmt="{:,.0f}", padding=4)
-    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(places))], places)
+    axes.set_yticks(range(len(places)), places)
     axes.invert_yaxis()
     axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)

@@ -198,6 +198,17 @@ def test_a_whole_model_under_fsdp2():
     assert f"| {100 * max(size):.1f} % at most" in stated(
         "peak memory of the same runs, and of one"
     )
+    # 512K with offload, forecast before it was run.
+    *_, row = map(json.loads, (RESULTS / "long_context.jsonl").read_text().splitlines())
+    work, config = replace(runs[-1][0], seq_len=row["tokens"]), runs[-1][1]
+    config = config.replace(
+        mlp_chunks=row["mlp_chunks"], offload_ratio=row["offload_ratio"], offload_unit="layer"
+    )
+    time = step_time(cluster, work, config).total / row["seconds"] - 1
+    size = memory(work, config, cluster.workspace_bytes).total / row["peak_gib"] / 2**30 - 1
+    assert row["tokens"] == 524288 and abs(time) < 0.08 and abs(size) < 0.03
+    text = stated("step of the same model at 512K, offload 0.7")
+    assert f"{100 * time:.1f} % too long, peak {-100 * size:.1f} % too low" in text
     # Two cards of 80 GB, of which the device says 79.2 GiB.
     small = replace(load_cluster("h100"), memory_bytes=79.2 * 2**30)
     base = ParallelConfig(fsdp2=True, bf16_states=True, zero=3, grad_bytes=2)
