@@ -27,10 +27,10 @@ _BETWEEN = "ds_usp.comm.", "ds_usp.compat.", "torch._dynamo."
 
 # Note [a forward pass begins]
 #
-# Whether a layer reads must be the same on all ranks, as reading is collective. Values do not tell:
-# a rank's part of a batch may be that of the batch before, while another rank's is not. Memory does
-# not tell either: a loader fills one buffer again and again, and a tensor's version does not show
-# what numpy, another process or ``x.data`` writes. The program tells, which is one on all ranks: a
+# Whether a layer reads must be the same on all ranks, as reading is collective. Values do not show
+# it: a rank's part of a batch may be that of the batch before, while another rank's is not. Nor
+# does memory: a loader fills one buffer again and again, and a tensor's version does not show
+# what numpy, another process or ``x.data`` writes. The program does, which is one on all ranks: a
 # pass of a model begins at a layer that has been called in the pass before, or whose index is not
 # above that of the layer called last. Within a pass a layer that is given another tensor reads it.
 #
@@ -124,14 +124,14 @@ def calling_code() -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
         frame = frame.f_back
 
 
-class Place(NamedTuple):
+class TensorMemory(NamedTuple):
     """The memory of a tensor, which this does not keep alive."""
 
     storage: weakref.ref[Any]
     view: tuple[Any, ...]
 
     @classmethod
-    def of(cls, x: Tensor) -> Place:
+    def of(cls, x: Tensor) -> TensorMemory:
         return cls(weakref.ref(x.untyped_storage()), _view(x))
 
     def is_of(self, x: Tensor) -> bool:
@@ -158,7 +158,7 @@ class _Record:
 
     def __init__(self, key: Hashable, tensors: Sequence[Tensor], model: nn.Module | None) -> None:
         self.key = key
-        self._places = [Place.of(x) for x in tensors]
+        self._places = [TensorMemory.of(x) for x in tensors]
         self._versions = [version_of(x) for x in tensors]
         self.contents = {i: x.detach().clone() for i, x in enumerate(tensors) if x.is_cpu}
         self.model = weakref.ref(model) if model is not None else lambda: None
@@ -167,7 +167,7 @@ class _Record:
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         places = self._places
-        return len(places) == len(tensors) and all(map(Place.is_of, places, tensors))
+        return len(places) == len(tensors) and all(map(TensorMemory.is_of, places, tensors))
 
     def goes_on(self, layer: nn.Module, tensors: Sequence[Tensor]) -> bool:
         """Whether a layer is the next one of this pass, to which it then belongs."""

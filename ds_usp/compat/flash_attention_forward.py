@@ -28,7 +28,7 @@ from ds_usp.attention.tuning import AUTO_TUNING, Tuning, check_tuning
 from ds_usp.attention.validation import check_layout_kind
 from ds_usp.comm.keywords import explain_keywords
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
-from ds_usp.comm.readings import Place, calling_modules, version_of
+from ds_usp.comm.readings import TensorMemory, calling_modules, version_of
 from ds_usp.compat.models_on_shards import ENABLE, ShardLimits, calling_model
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
@@ -151,19 +151,19 @@ class PatchedFlashAttention(AbstractContextManager["PatchedFlashAttention"]):
 
     def __init__(self, original: FlashAttentionForward, replacement: FlashAttentionForward) -> None:
         self.original, self.replacement = original, replacement
-        _exchange(original, replacement)
+        _replace_references(original, replacement)
 
     def restore(self) -> None:
         """Put transformers' own function back; again does nothing. What others have put over it
         since stays."""
         # Looked for anew: a module that was loaded meanwhile has imported the replacement.
-        _exchange(self.replacement, self.original)
+        _replace_references(self.replacement, self.original)
 
     def __exit__(self, *_: object) -> None:
         self.restore()
 
 
-def _exchange(old: object, new: object) -> None:
+def _replace_references(old: object, new: object) -> None:
     """Put ``new`` where modules of transformers hold ``old``; those that imported it by name have
     references of their own."""
     for name, module in list(sys.modules.items()):
@@ -205,11 +205,11 @@ def _arguments_of_transformers() -> frozenset[str]:
 #
 # Where documents begin is known from the positions of all ranks, and all layers of a pass are given
 # the same ones. So the first layer gathers them, a collective, and its pass keeps the documents
-# (``comm/readings.py`` tells when a pass begins). What is gathered is read on the CPU, where all
+# (``comm/readings.py`` finds where a pass begins). What is gathered is read on the CPU, where all
 # ranks come to one result, after one transfer from the device.
 #
 # Padding travels in the same gather: a model drops its mask where a shard has no padding, so only
-# some ranks have one, and nothing may be posted where one is met.
+# some ranks have one, and nothing may be posted where one is found.
 @dataclass(eq=False)
 class _Pass:
     """The documents of one pass.
@@ -224,7 +224,7 @@ class _Pass:
     documents: tuple[Borders, ...]
     real: Tensor | None = None
     parents: tuple[Parents, ...] = ()
-    padding_masks: list[tuple[Place, int]] = field(default_factory=list)
+    padding_masks: list[tuple[TensorMemory, int]] = field(default_factory=list)
     masks: dict[tuple[bool, int | None], MaskSpec] = field(default_factory=dict)
 
     def mask(self, is_causal: bool, window: int | None) -> MaskSpec:
@@ -253,7 +253,7 @@ class _Pass:
                 "for all that get the same position_ids. Give each pass position_ids of its own"
             )
         if mask is not None and not mask.is_cpu:
-            self.padding_masks.append((Place.of(mask), version_of(mask)))
+            self.padding_masks.append((TensorMemory.of(mask), version_of(mask)))
 
 
 class _FlashAttentionForward:
@@ -352,7 +352,7 @@ class _FlashAttentionForward:
             elif position_ids is not None:
                 this = self._pass_of_positions(query_states, position_ids, attention_mask)
             else:
-                this = self._pass_of_nothing(query_states, is_causal, attention_mask)
+                this = self._pass_without_positions(query_states, is_causal, attention_mask)
             mask = this.mask(is_causal, sliding_window)
             scores = Scores(softcap or None, sinks=sinks)
         q, k, v = query_states, key_states, value_states
@@ -493,7 +493,7 @@ class _FlashAttentionForward:
             return _Pass(documents)
         return _Pass(documents, mask.to(q.device) != 0)
 
-    def _pass_of_nothing(self, q: Tensor, is_causal: bool, mask: Tensor | None) -> _Pass:
+    def _pass_without_positions(self, q: Tensor, is_causal: bool, mask: Tensor | None) -> _Pass:
         """Return one document, for a model that hands on neither positions nor lengths."""
         if not is_causal:
             raise UnsupportedAttentionError(

@@ -63,11 +63,11 @@ def takes_states(kernel: Callable[..., Any], like: torch.Tensor) -> bool:
     """The implementation is a delta rule that :func:`delta_rule` runs, where ``like`` is."""
     module = _DELTA_RULES.get(getattr(kernel, "__name__", ""))
     is_delta_rule = module is not None and getattr(kernel, "__module__", "") == module
-    return is_delta_rule and like.is_cuda and _is_joined()
+    return is_delta_rule and like.is_cuda and _patch_kernels()
 
 
 @functools.cache
-def _is_joined() -> bool:
+def _patch_kernels() -> bool:
     """Let the kernels take a :class:`PieceStates` for a context, once; False where they cannot, and
     run as any kernel."""
     try:
@@ -203,7 +203,7 @@ class PieceStates:
         dv: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, None]:
-        """Return the gradients of all pieces' states, alike; no other state has one."""
+        """Return the gradients of the states of :meth:`states_before`; no other has one."""
         g, gk = kwargs.get("g"), kwargs.get("gk")
         sizes = kwargs.get("scale"), kwargs.get("chunk_size")
         maps: dict[int, Map] = {}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ds_usp
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from megatron_patches.megatron_core.groups import RANK_ORDER, check_size
-from megatron_patches.megatron_core.recurrent_layers import ATTRIBUTE, OneRank, OverMesh
+from megatron_patches.megatron_core.recurrent_layers import ATTRIBUTE, LayerSharding, OneRank
 from megatron_patches.settings import MeshSettings
 
 USP = "usp"  # the cp_comm_type of a layer with USP attention
@@ -161,7 +161,7 @@ class ContextParallel:
         check_size(config, mesh)
         if check:
             check(layer)
-        setattr(layer, ATTRIBUTE, OverMesh(mesh, self.settings.layout))
+        setattr(layer, ATTRIBUTE, LayerSharding(mesh, self.settings.layout))
 
     def configure(self, original: Callable[..., None], config: Any) -> None:
         """``TransformerConfig.__post_init__``, which refuses ``gated_delta_net`` with context

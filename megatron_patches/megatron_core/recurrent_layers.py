@@ -25,7 +25,7 @@ ATTRIBUTE = "usp_mesh"  # of a layer: where its tokens are
 
 
 @dataclass(frozen=True)
-class OverMesh:
+class LayerSharding:
     """Says where the tokens of a layer are, and for one call its documents.
 
     Args:
@@ -99,14 +99,14 @@ def mamba_mixer(
     Raises:
         UnsupportedAttentionError: inference.
     """
-    over_mesh: OverMesh | None = getattr(mixer, ATTRIBUTE, None)
-    if over_mesh is None:
+    sharding: LayerSharding | None = getattr(mixer, ATTRIBUTE, None)
+    if sharding is None:
         return original(
             mixer, hidden_states, *inference, packed_seq_params=packed_seq_params, **options
         )
     if any(x is not None for x in (*inference, *options.values())):
         raise UnsupportedAttentionError(
-            f"layer {mixer.layer_number}: a Mamba mixer over {over_mesh.mesh.sp_degree} ranks "
+            f"layer {mixer.layer_number}: a Mamba mixer over {sharding.mesh.sp_degree} ranks "
             "keeps no state for inference. Use context_parallel_size=1 to generate"
         )
     projected, _ = mixer.in_proj(hidden_states)
@@ -128,11 +128,11 @@ def mamba_between_projections(
     Shapes:
         projected: ``[s_local, b, z x B C dt]``; result: ``[s_local, b, d_inner]``.
     """
-    over_mesh: OverMesh | None = getattr(mixer, ATTRIBUTE, None)
-    if over_mesh is None:
+    sharding: LayerSharding | None = getattr(mixer, ATTRIBUTE, None)
+    if sharding is None:
         return original(mixer, projected, *states, **options)
     kernels = {"mamba_chunk_scan_combined": _mamba_scan}
-    run = _on_mesh(original, over_mesh, packed_seq_params, kernels)
+    run = _on_mesh(original, sharding, packed_seq_params, kernels)
     return run(mixer, projected, *states, **options)
 
 
@@ -144,21 +144,21 @@ def gated_delta_net(
     **kwargs: Any,
 ) -> Any:
     """``GatedDeltaNet.forward``, which alone refuses packed documents."""
-    over_mesh: OverMesh | None = getattr(layer, ATTRIBUTE, None)
-    if over_mesh is None:
+    sharding: LayerSharding | None = getattr(layer, ATTRIBUTE, None)
+    if sharding is None:
         return original(layer, *args, packed_seq_params=packed_seq_params, **kwargs)
     kernels = {"chunk_gated_delta_rule": _delta_rule}
-    return _on_mesh(original, over_mesh, packed_seq_params, kernels)(layer, *args, **kwargs)
+    return _on_mesh(original, sharding, packed_seq_params, kernels)(layer, *args, **kwargs)
 
 
 def _on_mesh(
-    function: Any, over_mesh: OverMesh, packed: Any, replacements: dict[str, Callable[..., Any]]
+    function: Any, sharding: LayerSharding, packed: Any, replacements: dict[str, Callable[..., Any]]
 ) -> Any:
     """A layer's function, with other ones under the names by which it calls kernels."""
-    over_mesh = OverMesh(over_mesh.mesh, over_mesh.layout, packed)
+    sharding = LayerSharding(sharding.mesh, sharding.layout, packed)
     kernels = function.__globals__
     replaced = {
-        name: partial(replacement, kernels[name], over_mesh)
+        name: partial(replacement, kernels[name], sharding)
         for name, replacement in {"causal_conv1d_fn": _convolution, **replacements}.items()
     }
     bound = FunctionType(
@@ -170,7 +170,7 @@ def _on_mesh(
 
 def _convolution(
     kernel: Callable[..., Tensor] | None,
-    over_mesh: OverMesh,
+    sharding: LayerSharding,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -181,7 +181,7 @@ def _convolution(
     """``causal_conv1d_fn``; kernel None: it is not installed.
 
     Shapes:
-        x ``[b, d, s_local]``, result alike; weight ``[d, taps]``; bias ``[d]``.
+        x ``[b, d, s_local]``, result likewise; weight ``[d, taps]``; bias ``[d]``.
     """
     channels, taps = weight.shape
 
@@ -191,12 +191,12 @@ def _convolution(
         padded = F.pad(tokens, (taps - 1, 0))
         return F.silu(F.conv1d(padded, weight[:, None], bias, groups=channels))
 
-    return ds_usp.causal_conv(convolve, x, taps, **over_mesh.of(x.movedim(2, 0)))
+    return ds_usp.causal_conv(convolve, x, taps, **sharding.of(x.movedim(2, 0)))
 
 
 def _mamba_scan(
     kernel: Callable[..., Any],
-    over_mesh: OverMesh,
+    sharding: LayerSharding,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -210,18 +210,18 @@ def _mamba_scan(
     """``mamba_chunk_scan_combined`` of a layer in training.
 
     Shapes:
-        x, z ``[b, s_local, h, p]``, result alike; dt ``[b, s_local, h]``; A ``[h]``; B, C
+        x, z ``[b, s_local, h, p]``, result likewise; dt ``[b, s_local, h]``; A ``[h]``; B, C
         ``[b, s_local, g, n]``.
     """
     options = {name: x for name, x in options.items() if x is not None and x is not False}
-    arguments = over_mesh.of(x.transpose(0, 1))
+    arguments = sharding.of(x.transpose(0, 1))
     out = mamba2(kernel, x, dt, A, B, C, chunk_size=chunk_size, **options, **arguments)
     return out if z is None else out * F.silu(z)
 
 
 def _delta_rule(
     kernel: Callable[..., Any],
-    over_mesh: OverMesh,
+    sharding: LayerSharding,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -235,12 +235,12 @@ def _delta_rule(
     """``chunk_gated_delta_rule`` of a layer in training.
 
     Shapes:
-        query, key ``[b, s_local, h, k]``; value ``[b, s_local, h, v]``, the result alike; g, beta
+        query, key ``[b, s_local, h, k]``; value ``[b, s_local, h, v]``, result likewise; g, beta
         ``[b, s_local, h]``.
     """
     if initial_state is not None or output_final_state:
         raise ConfigError("a gated delta net over ranks keeps no state between calls")
     out = delta_rule(
-        kernel, query, key, value, g, beta, **options, **over_mesh.of(query.transpose(0, 1))
+        kernel, query, key, value, g, beta, **options, **sharding.of(query.transpose(0, 1))
     )
     return out, None

@@ -265,7 +265,7 @@ def on_a_cpu(planted: str = "") -> Iterator[None]:
         return gradient_of_state(*given) * (planted != "no gradient")
 
     with (
-        mock.patch.object(kernels, "_is_joined", lambda: True),
+        mock.patch.object(kernels, "_patch_kernels", lambda: True),
         mock.patch.object(kernels, "takes_states", lambda kernel, _: "gated" in kernel.__module__),
         mock.patch.object(kernels, "_states", states),
         mock.patch.object(kernels, "_transitions", transitions),

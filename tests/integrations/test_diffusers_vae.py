@@ -16,7 +16,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp import ConfigError, MeshError, UnsupportedAttentionError, USPError
 from ds_usp.integrations.diffusers import enable_vae
-from ds_usp.integrations.diffusers.vae import TILED, _Later, assign
+from ds_usp.integrations.diffusers.vae import TILED, _Deferred, assign
 
 WORLD = 4
 
@@ -343,7 +343,7 @@ def test_tiles_are_freed_when_they_are_blended():
     try:
         with enable_vae(vae, ds_usp.SequenceMesh.single()):
             vae.decode(latents_of(WAN))
-            assert not [x for x in gc.get_objects() if type(x) is _Later]
+            assert not [x for x in gc.get_objects() if type(x) is _Deferred]
     finally:
         gc.enable()
 

@@ -402,7 +402,7 @@ def test_a_layer_that_does_not_call_its_functions_is_refused():
     with (
         enable(model, ds_usp.SequenceMesh.single()),
         mock.patch.object(
-            recurrent_layers, "_run_row", lambda _, __, f, *args, **kw: f(*args, **kw)
+            recurrent_layers, "_run_over_mesh", lambda _, __, f, *args, **kw: f(*args, **kw)
         ),
         pytest.raises(Unsupported, match="Lfm2ShortConv has not called causal_conv1d_fn"),
     ):

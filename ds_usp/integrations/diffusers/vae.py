@@ -24,7 +24,7 @@ from ds_usp.memory.saved_attention import RandomState
 # A class of diffusers computes its tiles one after the other, then blends them; each class by a
 # function of its own (`tiled_decode`), some with caches of convolutions from one frame to the next.
 # None of that is written again here. While a class's own function runs, its encoder and decoder are
-# replaced by functions that compute nothing: they note the call and return a `_Later`. The first
+# replaced by functions that compute nothing: they note the call and return a `_Deferred`. The first
 # time that a value is needed, as when blending reads a shape, all calls that were noted are shared
 # by the ranks, computed, and sent to everybody; the function then goes on as if each had run in its
 # turn. So tiling and blending are diffusers', to the bit.
@@ -121,7 +121,7 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
             original = getattr(vae, name, None)
             if original is not None:
                 self._replaced[name] = vars(vae).get(name)
-                run = self._whole if name in ("encode", "decode") else self._tiled
+                run = self._run_whole if name in ("encode", "decode") else self._run_tiled
                 setattr(vae, name, _Bound(run, name, original))
 
     def disable(self) -> None:
@@ -138,7 +138,7 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
         self.disable()
 
     @disable_in_compile("ranks compare what they decode")
-    def _whole(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_whole(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = f"{name} of {type(self.vae).__name__} (call it on every rank, with the same values),"
         with same_on_all_ranks(self.mesh, call, {"given": args, **kwargs}, self._model):
             check_tiles(self.vae)
@@ -154,7 +154,7 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
         return out
 
     @disable_in_compile("tiles are shared by ranks")
-    def _tiled(self, _: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_tiled(self, _: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._tiles.is_noting:  # of frames, which calls that of heights and widths
             return original(*args, **kwargs)
         with self._tiles.noting(self.vae):
@@ -214,7 +214,7 @@ def check_tiles(vae: Any) -> None:
 # ------------------------------------------------------------------ calls that are noted
 
 
-class _Later:
+class _Deferred:
     """The output of a call that was noted; a tensor to everything else."""
 
     __hash__ = object.__hash__
@@ -239,7 +239,7 @@ class _Later:
         cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         parts = args[0] if function is torch.cat and args else ()
-        if parts and all(type(x) is _Later and x.value is None for x in parts):
+        if parts and all(type(x) is _Deferred and x.value is None for x in parts):
             chains = {id(x.chain) for x in parts}
             if len(chains) == 1:  # the frames of one tile
                 first = parts[0]
@@ -256,10 +256,10 @@ class _Later:
         self.materialize()[index] = value
 
 
-class _View(_Later):
+class _View(_Deferred):
     """A part of one, as a tile without its first frame."""
 
-    def __init__(self, whole: _Later, index: Any) -> None:
+    def __init__(self, whole: _Deferred, index: Any) -> None:
         super().__init__(whole.tiles, whole.chain)
         self._whole, self._index = whole, index
 
@@ -272,7 +272,7 @@ class _View(_Later):
 def _materialized(value: Any) -> Any:
     """Return ``value`` with tensors for outputs, and a list that has none as it is, since what is
     called may write into it."""
-    if isinstance(value, _Later):
+    if isinstance(value, _Deferred):
         return value.materialize()
     if isinstance(value, dict):
         return {k: _materialized(x) for k, x in value.items()}
@@ -287,7 +287,7 @@ class _Call(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: tuple[_Later, ...]
+    outputs: tuple[_Deferred, ...]
 
     def run(self) -> None:
         out = self.function(*_materialized(self.args), **_materialized(self.kwargs))
@@ -306,23 +306,23 @@ class _Chain:
     def __init__(self) -> None:
         self.calls: list[_Call] = []
         self.size, self.device = 0, torch.device("cpu")
-        self.ends: list[_Later] = []
+        self.ends: list[_Deferred] = []
 
     def run(self) -> None:
         """Compute them; what the ends do not need is freed on the way."""
-        made: set[_Later] = set()
+        made: set[_Deferred] = set()
         self.calls.reverse()
         while self.calls:
             call = self.calls.pop()
             call.run()
             made.update(call.outputs)
-            for later in made.difference(self.ends, *map(_laters, self.calls)):
+            for later in made.difference(self.ends, *map(_deferred_in, self.calls)):
                 later.value = None
 
 
-def _laters(call: _Call) -> Iterator[_Later]:
+def _deferred_in(call: _Call) -> Iterator[_Deferred]:
     for x in (*call.args, *call.kwargs.values()):
-        yield from (y for y in (x if isinstance(x, list) else [x]) if isinstance(y, _Later))
+        yield from (y for y in (x if isinstance(x, list) else [x]) if isinstance(y, _Deferred))
 
 
 class _Noted:
@@ -380,7 +380,7 @@ class _Tiles:
         """
         inputs = (*takes, *kwargs.values())
         lists = [x for x in inputs if isinstance(x, list)]
-        pending = [x.chain for x in inputs if isinstance(x, _Later) and x.value is None]
+        pending = [x.chain for x in inputs if isinstance(x, _Deferred) and x.value is None]
         pending += [self._of_list[id(x)] for x in lists if id(x) in self._of_list]
         if not pending:
             pending = [_Chain()]
@@ -391,10 +391,10 @@ class _Tiles:
             if isinstance(x, Tensor):
                 chain.size, chain.device = chain.size + x.numel(), x.device
         chain.ends = [x for x in chain.ends if not any(x is y for y in inputs)]
-        laters = tuple(_Later(self, chain) for _ in range(outputs))
-        chain.ends.append(laters[0])
-        chain.calls.append(_Call(function, args, kwargs, laters))
-        return laters[0] if outputs == 1 else laters
+        deferred = tuple(_Deferred(self, chain) for _ in range(outputs))
+        chain.ends.append(deferred[0])
+        chain.calls.append(_Call(function, args, kwargs, deferred))
+        return deferred[0] if outputs == 1 else deferred
 
     def compute(self) -> None:
         """Compute this rank's share of the tiles, and exchange all. Collective."""

@@ -85,7 +85,7 @@ _IS_ON, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _TOKENWISE = (nn.Linear, Conv1D, nn.LayerNorm)
 
 
-class LayersMemory:
+class ModelMemory:
     """Decides what the layers of a model save for backward, recompute, or offload.
 
     Args:
@@ -183,7 +183,7 @@ class _LayerPolicy:
         checkpoint: transformers' own where that is on, else torch's that is not reentrant.
     """
 
-    def __init__(self, owner: LayersMemory, number: int, layer: nn.Module) -> None:
+    def __init__(self, owner: ModelMemory, number: int, layer: nn.Module) -> None:
         self._owner, self._number = owner, number
         self.before = {
             name: layer.__dict__[name] for name in (_IS_ON, _FUNCTION) if name in layer.__dict__

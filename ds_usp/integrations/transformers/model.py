@@ -41,12 +41,12 @@ from ds_usp.integrations.transformers.attention import (
     is_layer_mask,
     register,
 )
-from ds_usp.integrations.transformers.memory import LayersMemory, Logits, Options, Recompute
+from ds_usp.integrations.transformers.memory import Logits, ModelMemory, Options, Recompute
 from ds_usp.integrations.transformers.recurrent_layers import RecurrentLayers, recurrent_layers
 from ds_usp.integrations.transformers.sparse_layers import SparseLayers
 from ds_usp.integrations.transformers.text_model import (
     ImagePositions,
-    TextAttention,
+    ReplacedImplementation,
     has_towers,
     text_model,
     text_modules,
@@ -125,8 +125,8 @@ def enable(
         query_chunks: attention of layers whose indexer picks the keys, and of older decoders that
             compute it themselves, in so many chunks of queries, each computed again in backward;
             ``auto``: as many as keep what scores all keys within 2 GiB.
-        share_prefixes: rows, or packed documents, that begin alike run as one tree: what they have
-            in common once. Losses, log-probabilities and whole logits are those of the rows;
+        share_prefixes: rows, or packed documents, with a common prefix run as one tree: what they
+            have in common once. Losses, log-probabilities and whole logits are those of the rows;
             shards are of the tree.
 
     Raises:
@@ -241,7 +241,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._image_positions = ImagePositions(inner)
         head = refusals.find_head(inner) if options.loss_chunks else None
         is_carried = any(recurrent_layers(inner)) or decoders.need_carry(inner)
-        self._memory = LayersMemory(inner, options, carry if is_carried else None)
+        self._memory = ModelMemory(inner, options, carry if is_carried else None)
         self._replaced = refusals.replaced_attention(inner)
         self._recurrent = RecurrentLayers(inner)
         self._decoders = decoders.Decoders(inner, options.query_chunks)
@@ -253,7 +253,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             self._loss = WholeBatchLoss(stock, mesh, options.gradients, self._running)
             inner.loss_function = self._loss
         own_attention = self._trunk.config._attn_implementation
-        self._attention = TextAttention(inner, IMPLEMENTATION)
+        self._implementation = ReplacedImplementation(inner, IMPLEMENTATION)
         self._sparse = SparseLayers(inner, own_attention, options.query_chunks)
         inner.generate = self._generate
         # The first of the hooks before and the first of those after: users' own see this rank's
@@ -307,7 +307,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return
         self._enabled = False
         self._sparse.restore()
-        self._attention.restore()
+        self._implementation.restore()
         self._inner.__dict__.pop("generate", None)
         self._memory.remove()
         self._recurrent.restore()
@@ -354,7 +354,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # The whole batch goes in, and not a shard: documents, padding and positions that start anew
         # are read as transformers reads them on one rank, labels are shifted before they are cut,
-        # and loss tokens are counted of all. A shard tells none of these.
+        # and loss tokens are counted of all. A shard shows none of these.
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         model = self._compared
         with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
@@ -386,7 +386,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             if self._whole_head:
                 refusals.check_padding(self._inner, batch, arguments.get("labels"))
             embeddings = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
-            if at_text and not self._whole_head:  # every rank embeds all tokens, and fails alike
+            if at_text and not self._whole_head:  # all ranks embed all tokens, and all fail
                 embeddings = None
             outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
             batch.check_tokens(embeddings, targets, outputs)

@@ -1,5 +1,5 @@
-"""Functions by which recurrent layers of transformers carry a state from token to token, one row a
-name, and the model types whose layers call nothing else."""
+"""Functions by which recurrent layers of transformers carry a state from token to token, by name,
+and the model types whose layers call nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.recurrence.conv import causal_conv
 from ds_usp.recurrence.recurrences import delta_rule, lightning, mamba1, mamba2, rg_lru, state_dtype
 
-# Types of text configurations that are served. By their names, as no flag tells them: zaya has the
+# Types of text configurations that are served. By their names, as no flag shows them: zaya has the
 # kinds of layers and the flags of a served type, and mixes tokens in its projections.
 SERVED = frozenset(
     {"lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"}
@@ -41,16 +41,16 @@ RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
 BESIDE = frozenset({"Qwen4ExpTextPLELayer"})
 
 
-Place = Mapping[str, Any]
+Sharding = Mapping[str, Any]  # ``mesh``, ``layout``, ``documents``
 
 
 @dataclass(frozen=True)
-class Row:
+class MeshFunction:
     """A function of a layer's module, or a method of its own, over the mesh.
 
     Args:
-        run: ``run(place, original, *args, **kwargs)`` with the arguments of ``original``, a
-            method's module first; place: keywords ``mesh``, ``layout`` and ``documents``.
+        run: ``run(sharding, original, *args, **kwargs)`` with the arguments of ``original``, a
+            method's module first; sharding: keywords ``mesh``, ``layout`` and ``documents``.
         is_needed: a layer that calls it calls it in every forward pass.
     """
 
@@ -70,7 +70,7 @@ def _refuse(function: str, arguments: Mapping[str, Any], *names: str) -> None:
 
 # The functions are given what layers hand on, much of which is for others (`position_ids`).
 def _conv(
-    place: Place,
+    sharding: Sharding,
     kernel: Any,
     hidden_states: Tensor,
     weight: Tensor,
@@ -80,11 +80,11 @@ def _conv(
 ) -> Tensor:
     _refuse("causal_conv1d_fn", others, "seq_idx", "cu_seqlens")
     conv = partial(kernel, weight=weight, bias=bias, activation=activation)
-    return causal_conv(conv, hidden_states, weight.shape[-1], **place)
+    return causal_conv(conv, hidden_states, weight.shape[-1], **sharding)
 
 
 def _delta_rule(
-    place: Place,
+    sharding: Sharding,
     kernel: Any,
     query: Tensor,
     key: Tensor,
@@ -97,13 +97,20 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     _refuse("a delta rule", others, "initial_state", "output_final_state", "cu_seqlens")
     out = delta_rule(
-        kernel, query, key, value, g, beta, **place, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+        kernel,
+        query,
+        key,
+        value,
+        g,
+        beta,
+        **sharding,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )
     return out, None
 
 
 def _mamba2(
-    place: Place,
+    sharding: Sharding,
     kernel: Any,
     hidden_states: Tensor,
     dt: Tensor,
@@ -115,11 +122,11 @@ def _mamba2(
     states = "initial_states", "return_final_states"
     _refuse("mamba2_chunk_scan", others, "z", *states, "seq_idx")
     options = {name: others[name] for name in _MAMBA2 & others.keys()}
-    return mamba2(kernel, hidden_states, dt, A, B, C, **place, **options)
+    return mamba2(kernel, hidden_states, dt, A, B, C, **sharding, **options)
 
 
 def _mamba1(
-    place: Place,
+    sharding: Sharding,
     kernel: Any,
     hidden_states: Tensor,
     dt: Tensor,
@@ -130,7 +137,7 @@ def _mamba1(
 ) -> Tensor:
     _refuse("mamba_selective_scan", others, "return_last_state")
     options = {name: others[name] for name in _MAMBA1 & others.keys()}
-    return mamba1(kernel, hidden_states, dt, A, B, C, **place, **options)
+    return mamba1(kernel, hidden_states, dt, A, B, C, **sharding, **options)
 
 
 _MAMBA2 = frozenset({"chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"})
@@ -140,8 +147,8 @@ _MAMBA1 = frozenset(
 )
 
 
-def _off(*_: Any, **__: Any) -> None:
-    """A whole layer in one kernel: None sends the layer on its other way, through the rows here."""
+def _decline(*_: Any, **__: Any) -> None:
+    """A whole layer in one kernel: None sends the layer on its other way, by functions here."""
 
 
 def _no_cache(*_: Any, **__: Any) -> Any:
@@ -150,14 +157,14 @@ def _no_cache(*_: Any, **__: Any) -> Any:
     )
 
 
-def _conv_module(place: Place, forward: Any, conv: nn.Conv1d, x: Tensor) -> Tensor:
+def _conv_module(sharding: Sharding, forward: Any, conv: nn.Conv1d, x: Tensor) -> Tensor:
     # Its padding is on both sides; the caller drops what is after the last token.
     (taps,) = conv.kernel_size
-    return causal_conv(lambda t: forward(t)[..., : t.shape[-1]], x, taps, **place)
+    return causal_conv(lambda t: forward(t)[..., : t.shape[-1]], x, taps, **sharding)
 
 
 def _rg_lru(
-    place: Place,
+    sharding: Sharding,
     scan: Any,
     _: nn.Module,
     *,
@@ -171,12 +178,12 @@ def _rg_lru(
     def kernel(x: Tensor, gate: Tensor, first: Tensor) -> Any:
         return scan(hidden_states=x, recurrent_gate=gate, reset=first, recurrent_states=None)
 
-    out = rg_lru(kernel, hidden_states, recurrent_gate, reset, **place)
+    out = rg_lru(kernel, hidden_states, recurrent_gate, reset, **sharding)
     return out, None
 
 
 def _lightning(
-    place: Place, _: Any, layer: Any, hidden_states: Tensor, **others: Any
+    sharding: Sharding, _: Any, layer: Any, hidden_states: Tensor, **others: Any
 ) -> tuple[Tensor, None]:
     """``MiniMaxLightningAttention.forward``, which has its scan written out."""
     _refuse("lightning attention", others, "past_key_values")
@@ -185,7 +192,7 @@ def _lightning(
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).reshape(b, s, heads, 3 * d)
     q, k, v = (x.transpose(1, 2) for x in qkv.split(d, dim=3))
     slope = layer.slope_rate.to(state_dtype(q))
-    out = lightning(partial(_lightning_blocks, layer), q, k, v, slope, **place)
+    out = lightning(partial(_lightning_blocks, layer), q, k, v, slope, **sharding)
     out = layer.norm(out.transpose(1, 2).reshape(b, s, heads * d))
     return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out), None
 
@@ -203,7 +210,7 @@ def _lightning_blocks(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     return torch.cat(outs, dim=2), state
 
 
-def _ngrams(place: Place, forward: Any, embedding: Any, ids: Tensor, _: None) -> Tensor:
+def _ngrams(sharding: Sharding, forward: Any, embedding: Any, ids: Tensor, _: None) -> Tensor:
     """Embed each token with those before it in its document: a convolution of their numbers."""
 
     def embed(numbers: Tensor) -> Tensor:  # each one more than a token's, 0 before a document
@@ -212,46 +219,48 @@ def _ngrams(place: Place, forward: Any, embedding: Any, ids: Tensor, _: None) ->
         return embedded.transpose(1, 2)
 
     numbers = (ids + 1).to(torch.float64)[:, None]
-    return causal_conv(embed, numbers, embedding.ngram_size, **place).transpose(1, 2)
+    return causal_conv(embed, numbers, embedding.ngram_size, **sharding).transpose(1, 2)
 
 
-def _dilated_conv(place: Place, conv: Any, layer: Any, hidden_states: Tensor, _: None) -> Tensor:
+def _dilated_conv(
+    sharding: Sharding, conv: Any, layer: Any, hidden_states: Tensor, _: None
+) -> Tensor:
     def of_channels(x: Tensor) -> Tensor:
         out: Tensor = conv(x.transpose(1, 2), None)
         return out.transpose(1, 2)
 
     x, taps = hidden_states.transpose(1, 2), layer.short_conv_state_len + 1
-    return causal_conv(of_channels, x, taps, **place).transpose(1, 2)
+    return causal_conv(of_channels, x, taps, **sharding).transpose(1, 2)
 
 
 # By the names that a layer's forward calls in its module.
-FUNCTIONS: Mapping[str, Row] = MappingProxyType(
+FUNCTIONS: Mapping[str, MeshFunction] = MappingProxyType(
     {
-        "causal_conv1d_fn": Row(_conv),
-        "torch_chunk_gated_delta_rule": Row(_delta_rule),
-        "chunk_kimi_delta_attention": Row(_delta_rule),
-        "mamba2_chunk_scan": Row(_mamba2),
-        "mamba_selective_scan": Row(_mamba1),
-        "mamba2_split_conv1d_scan_combined": Row(_off, is_needed=False),
-        "mamba_inner_fn": Row(_off, is_needed=False),
-        "causal_conv1d_update": Row(_no_cache, is_needed=False),
-        "torch_recurrent_gated_delta_rule": Row(_no_cache, is_needed=False),
-        "recurrent_kimi_delta_attention": Row(_no_cache, is_needed=False),
-        "mamba2_selective_state_update": Row(_no_cache, is_needed=False),
-        "mamba_selective_state_update": Row(_no_cache, is_needed=False),
+        "causal_conv1d_fn": MeshFunction(_conv),
+        "torch_chunk_gated_delta_rule": MeshFunction(_delta_rule),
+        "chunk_kimi_delta_attention": MeshFunction(_delta_rule),
+        "mamba2_chunk_scan": MeshFunction(_mamba2),
+        "mamba_selective_scan": MeshFunction(_mamba1),
+        "mamba2_split_conv1d_scan_combined": MeshFunction(_decline, is_needed=False),
+        "mamba_inner_fn": MeshFunction(_decline, is_needed=False),
+        "causal_conv1d_update": MeshFunction(_no_cache, is_needed=False),
+        "torch_recurrent_gated_delta_rule": MeshFunction(_no_cache, is_needed=False),
+        "recurrent_kimi_delta_attention": MeshFunction(_no_cache, is_needed=False),
+        "mamba2_selective_state_update": MeshFunction(_no_cache, is_needed=False),
+        "mamba_selective_state_update": MeshFunction(_no_cache, is_needed=False),
     }
 )
 # By class: methods of the layer, or of modules in it, where the scan is no function.
-METHODS: Mapping[str, Mapping[str, Row]] = MappingProxyType(
+METHODS: Mapping[str, Mapping[str, MeshFunction]] = MappingProxyType(
     {
-        "MiniMaxLightningAttention": {"forward": Row(_lightning)},
+        "MiniMaxLightningAttention": {"forward": MeshFunction(_lightning)},
         "Qwen4ExpTextPLELayer": {
-            "ple_embedding.forward": Row(_ngrams),
-            "_short_conv": Row(_dilated_conv),
+            "ple_embedding.forward": MeshFunction(_ngrams),
+            "_short_conv": MeshFunction(_dilated_conv),
         },
         "RecurrentGemmaRecurrentBlock": {
-            "conv_1d.forward": Row(_conv_module),
-            "rg_lru._rnn_scan": Row(_rg_lru),
+            "conv_1d.forward": MeshFunction(_conv_module),
+            "rg_lru._rnn_scan": MeshFunction(_rg_lru),
         },
     }
 )

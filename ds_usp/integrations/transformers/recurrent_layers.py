@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from ds_usp.integrations.transformers.attention import PASS, Shard
-from ds_usp.integrations.transformers.recurrent_functions import FUNCTIONS, METHODS, Row
+from ds_usp.integrations.transformers.recurrent_functions import FUNCTIONS, METHODS, MeshFunction
 from ds_usp.integrations.transformers.text_model import text_modules
 from ds_usp.lowlevel import with_globals
 from ds_usp.memory.compile_guard import disable_in_compile
@@ -54,22 +54,22 @@ def recurrent_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
     return (module for module in text_modules(model) if functions_of(module))
 
 
-def functions_of(layer: nn.Module) -> Mapping[str, Row]:
-    """The rows of the functions that a layer's forward calls, and of its own methods, by name;
+def functions_of(layer: nn.Module) -> Mapping[str, MeshFunction]:
+    """The functions of the tables for those that a layer's forward calls, and for its own methods;
     those of its base classes too."""
     kind: Any = type(layer)
-    return _rows_of(kind)
+    return _functions_of(kind)
 
 
 @lru_cache(maxsize=1024)
-def _rows_of(kind: Any) -> Mapping[str, Row]:
-    rows: dict[str, Row] = {}
+def _functions_of(kind: Any) -> Mapping[str, MeshFunction]:
+    functions: dict[str, MeshFunction] = {}
     for base in kind.__mro__:
         if is_of_transformers(base):
-            rows |= METHODS.get(base.__name__, {})
+            functions |= METHODS.get(base.__name__, {})
         if "forward" in vars(base):
-            rows |= {name: FUNCTIONS[name] for name in _globals_of(base) if name in FUNCTIONS}
-    return MappingProxyType(rows)
+            functions |= {name: FUNCTIONS[name] for name in _globals_of(base) if name in FUNCTIONS}
+    return MappingProxyType(functions)
 
 
 def is_of_transformers(kind: type) -> bool:
@@ -91,13 +91,14 @@ def reason_against_layer(layer: nn.Module) -> str:
     """Why the functions of a recurrent layer cannot be replaced; nothing if they can."""
     kind = type(layer)
     name = kind.__name__
-    rows = functions_of(layer)
-    hidden = rows.keys() & FUNCTIONS.keys() - _globals_of(kind)
+    functions = functions_of(layer)
+    hidden = functions.keys() & FUNCTIONS.keys() - _globals_of(kind)
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
-    if "forward" in rows and "forward" not in METHODS.get(owner.__name__, {}):
-        hidden = {"forward"}  # which the row would replace
+    if "forward" in functions and "forward" not in METHODS.get(owner.__name__, {}):
+        hidden = {"forward"}  # which one of the table would replace
     if hidden or not is_of_transformers(owner):
-        return f"{name} has a forward of its own around that of {', '.join(sorted(hidden or rows))}"
+        inside = ", ".join(sorted(hidden or functions))
+        return f"{name} has a forward of its own around that of {inside}"
     forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
     if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
         return (
@@ -137,8 +138,8 @@ class RecurrentLayers:
 
     # Note [one layer, other functions]
     # The functions that carry a state (a causal convolution, a scan) are called by name from the
-    # module of the layer's class. For the layers of this model those names are bound to the rows of
-    # `recurrent_functions`: the same code object with other globals, as an attribute of the layer.
+    # module of the layer's class. For the layers of this model those names are bound to functions
+    # of `recurrent_functions`: the same code with other globals, as an attribute of the layer.
     # Nothing of transformers is changed: other models, and a second one in the same process, call
     # what they called. What stands under a name is looked up at the call: the package `kernels`
     # exchanges it after a model is made.
@@ -147,19 +148,19 @@ class RecurrentLayers:
         self.layers = list(recurrent_layers(model))
         self.forgets_at_0 = any("rg_lru._rnn_scan" in functions_of(x) for x in self.layers)
         for layer in self.layers:
-            kind, rows = type(layer), functions_of(layer)
-            forward = rebound(kind.forward, {x: rows[x] for x in rows if x in FUNCTIONS})
-            for path, row in rows.items():
+            kind, functions = type(layer), functions_of(layer)
+            forward = rebound(kind.forward, {x: functions[x] for x in functions if x in FUNCTIONS})
+            for path, function in functions.items():
                 if path in FUNCTIONS:
                     continue
                 owner, _, name = path.rpartition(".")
                 module = layer.get_submodule(owner)
-                method = partial(_run_method, path, row, getattr(type(module), name), module)
+                method = partial(_run_method, path, function, getattr(type(module), name), module)
                 if path == "forward":
-                    forward = partial(_run_method, path, row, kind.forward)
+                    forward = partial(_run_method, path, function, kind.forward)
                 else:
                     self._replaced.set(module, name, method)
-            needed = frozenset(name for name, row in rows.items() if row.is_needed)
+            needed = frozenset(name for name, function in functions.items() if function.is_needed)
             run = partial(_run_layer, layer, forward, needed)
             self._replaced.set(layer, "forward", run)
 
@@ -197,34 +198,41 @@ def _run_layer(
     return out
 
 
-def rebound(function: Any, rows: Mapping[str, Row]) -> Any:
-    """A function that calls these rows for the functions of the same names; its wrappers stay."""
+def rebound(function: Any, replacements: Mapping[str, MeshFunction]) -> Any:
+    """The function, which calls these for those of the same names; its wrappers stay."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         of_module = function.__globals__
-        instead = {name: partial(_run_function, name, row, of_module) for name, row in rows.items()}
+        instead = {
+            name: partial(_run_function, name, replacement, of_module)
+            for name, replacement in replacements.items()
+        }
         return with_globals(function, {**of_module, **instead})
-    kept = CellType(rebound(inner, rows))
+    kept = CellType(rebound(inner, replacements))
     cells = (kept if cell.cell_contents is inner else cell for cell in function.__closure__)
     return with_globals(function, function.__globals__, *cells)
 
 
-def _run_function(name: str, row: Row, names: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    return _run_row(name, row, names[name], *args, **kwargs)
+def _run_function(
+    name: str, function: MeshFunction, names: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    return _run_over_mesh(name, function, names[name], *args, **kwargs)
 
 
 def _run_method(
-    name: str, row: Row, original: Any, module: nn.Module, *args: Any, **kwargs: Any
+    name: str, function: MeshFunction, original: Any, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    return _run_row(name, row, partial(original, module), module, *args, **kwargs)
+    return _run_over_mesh(name, function, partial(original, module), module, *args, **kwargs)
 
 
-def _run_row(name: str, row: Row, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_over_mesh(
+    name: str, function: MeshFunction, original: Any, *args: Any, **kwargs: Any
+) -> Any:
     call = _CALL.get()
     if call is None:
         raise ConfigError(f"{name} of a recurrent layer runs outside of the layer's forward")
     call.ran.add(name)
     shard = call.shard
     documents = shard.packing.causal_mask
-    place = {"mesh": shard.call.mesh, "layout": shard.layout, "documents": documents}
-    return row.run(place, original, *args, **kwargs)
+    sharding = {"mesh": shard.call.mesh, "layout": shard.layout, "documents": documents}
+    return function.run(sharding, original, *args, **kwargs)

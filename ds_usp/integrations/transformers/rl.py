@@ -46,7 +46,7 @@ def makes_rollouts(trainer: Trainer) -> bool:
 
 
 def check_rollouts(trainer: Trainer) -> None:
-    """ConfigError for what the ranks of a mesh would not do alike."""
+    """ConfigError for what would differ between the ranks of a mesh."""
     name = type(trainer).__name__
     is_known = all(hasattr(trainer, x) for x in (_GENERATE, _SCORE))
     if not is_known or Version(version("trl")) < Version(_OLDEST_TRL):
@@ -63,7 +63,7 @@ def check_rollouts(trainer: Trainer) -> None:
             )
 
 
-def count_completions(trainer: Any, replicas: int) -> None:
+def correct_completion_counts(trainer: Any, replicas: int) -> None:
     """Set right what a trainer's arguments have derived from the number of ranks.
 
     Raises:
@@ -146,7 +146,7 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
     names = [_VLLM, *(kind.__module__ for kind in type(trainer).__mro__)]
 
     def scored(inputs: Any) -> Any:
-        with _counts_meshes(accelerator, [sys.modules[x] for x in names if x in sys.modules]):
+        with _gathering_by_mesh(accelerator, [sys.modules[x] for x in names if x in sys.modules]):
             batch = score(inputs)
         # TRL shuffles the batch next, by this state. Rewards, which one rank of a mesh computes,
         # may have drawn numbers of it.
@@ -163,7 +163,7 @@ def _is_async(function: Any) -> bool:
 
 
 @contextmanager
-def _counts_meshes(accelerator: ReplicatedAccelerator, modules: list[Any]) -> Iterator[None]:
+def _gathering_by_mesh(accelerator: ReplicatedAccelerator, modules: list[Any]) -> Iterator[None]:
     """Gather from the first rank of each mesh what TRL gathers past its accelerator, and let it
     take its part of that by the number of its mesh."""
     from accelerate.utils import gather, gather_object

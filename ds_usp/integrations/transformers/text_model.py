@@ -66,7 +66,7 @@ def _holds_text(module: nn.Module, model: PreTrainedModel) -> bool:
     return any(isinstance(x, PreTrainedModel) and _is_text(x, model) for x in module.modules())
 
 
-class TextAttention:
+class ReplacedImplementation:
     """The attention implementation of the text model, set to another one until :meth:`restore`.
 
     The configurations around the text model's are set too, as masks are made from either; those of
@@ -112,7 +112,7 @@ _OF_SAMPLES = frozenset({"images_per_sample", "target_sizes"})  # with an entry 
 class ImagePositions:
     """Positions of time, height and width (M-RoPE) where positions of text are given beside images.
 
-    Positions ``[batch, tokens]`` tell where documents begin, and nothing of images: a model that is
+    Positions ``[batch, tokens]`` show where documents begin, and nothing of images: a model that is
     given them computes an image as if it were text. So it is given none, and the function by which
     it makes its own sees each document as a row. What that leaves in the model, for tokens that are
     generated next, is not kept; and what an earlier batch has left is not given to embeddings.

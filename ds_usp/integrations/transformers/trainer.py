@@ -28,7 +28,7 @@ from ds_usp.integrations.transformers.refusals import find_model, needs_whole_he
 from ds_usp.integrations.transformers.replicated_accelerator import share_batches
 from ds_usp.integrations.transformers.rl import (
     check_rollouts,
-    count_completions,
+    correct_completion_counts,
     makes_rollouts,
     share_rollouts,
 )
@@ -69,7 +69,7 @@ def attach(trainer: Trainer, mesh: SequenceMesh, **options: Any) -> EnabledModel
         )
     replicas = share_batches(trainer.accelerator, mesh)
     if makes_rollouts(trainer):
-        count_completions(trainer, replicas.size)
+        correct_completion_counts(trainer, replicas.size)
     trainer.gather_function = partial(  # which it took from the accelerator when it was made
         trainer.accelerator.gather_for_metrics,
         use_gather_object=trainer.args.eval_use_gather_object,
@@ -77,8 +77,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh, **options: Any) -> EnabledModel
     enabled = enabled or enable(trainer.model, mesh, **options)
     _check_mesh_of(enabled, mesh, "model")
     _enable_others(trainer, enabled)
-    _count_replicas(trainer, mesh.sp_degree)
-    _count_weights(trainer)
+    _correct_rank_counts(trainer, mesh.sp_degree)
+    _divide_by_loss_weights(trainer)
     if makes_rollouts(trainer):
         share_rollouts(trainer, mesh)
     _join_logits(trainer)
@@ -229,7 +229,7 @@ def _reasons_it_generates(trainer: Trainer) -> Iterator[str]:
             yield f"{names[0]} generates completions"
 
 
-def _count_replicas(trainer: Trainer, sp_degree: int) -> None:
+def _correct_rank_counts(trainer: Trainer, sp_degree: int) -> None:
     """Set right what a trainer takes from the ranks that its arguments count, ``sp_degree`` of
     which have one batch."""
     total, flos = trainer.get_total_train_batch_size, trainer.floating_point_ops
@@ -265,7 +265,7 @@ def _count_replicas(trainer: Trainer, sp_degree: int) -> None:
     handler.on_predict = predicted
 
 
-def _count_weights(trainer: Trainer) -> None:
+def _divide_by_loss_weights(trainer: Trainer) -> None:
     """Let a step's loss be divided by the weights of its labels, where batches have
     ``loss_weights``, and not by their number."""
     count = trainer._get_num_items_in_batch
