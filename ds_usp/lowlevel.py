@@ -139,7 +139,7 @@ class CachedLauncher:
         dtypes = tuple([x.dtype for x in tensors])
         launch(tensors[0].device, dtypes, [x.data_ptr() for x in tensors])
 
-    def launch_alike(
+    def launch_by_tensors(
         self, tensors: Sequence[torch.Tensor], count: int, arguments: LaunchArguments
     ) -> None:
         """Launch with the arguments that the first tensor's shape, all dtypes and strides, and a

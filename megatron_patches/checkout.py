@@ -15,7 +15,7 @@ class Checkout:
 
     Args:
         name: of the project, for messages.
-        markers: files that tell its root from any other folder.
+        markers: files that its root has, and no other folder.
         repository: the address to clone.
         variable: the environment variable with its path.
     """

@@ -52,7 +52,7 @@ graph_break = disable_in_compile(
 #
 # An op takes tensors, strings, numbers and bools, so a call goes through the graph as the fields of
 # its parts. Dynamo guards each that it reads: a call with another mask or layout is compiled again
-# and cannot meet the plan of this one, as it could if the graph held a plan or an index of one.
+# and cannot find the plan of this one, as it could if the graph held a plan or an index of one.
 # Lengths alone may be in a tensor, whose values are not guarded: the op plans the call of each run.
 # What it must not see: the plan (it has process groups, kernels and caches), the comparison of the
 # ranks (it has to happen each time the graph runs, not once while it is traced), and borders of
@@ -422,7 +422,7 @@ def _(*args: Any) -> list[torch.Tensor]:
     call = _attention_call(guard_ints(values), sinks)
     try:
         _, plan = _plan_attention(call, (q, k, v), shapes)
-    except USPError:  # raised when the op runs: on all ranks, where the others hear of it
+    except USPError:  # raised when the op runs: on all ranks, by the comparison
         return results._replace(chunks=[q.new_empty(q.shape)]).as_list()
     saved: list[torch.Tensor] = []
     for chunk in plan.chunks:

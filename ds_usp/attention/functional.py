@@ -136,7 +136,7 @@ def head_exchange(
 # Note [autocast]
 #
 # Norms and rotary embeddings leave queries and keys in fp32 beside values in bf16. torch's own
-# attention takes part in autocast: it casts all of them, fp64 excepted. So does every door here,
+# attention takes part in autocast: it casts all of them, fp64 excepted. So do all calls here,
 # before anything is checked, compared or sent: ranks exchange the cast tensors, and gradients
 # return through the casts, to each tensor in its own dtype. The kernels see autocast no more.
 
@@ -245,8 +245,8 @@ def usp_attention(
         scores: soft cap and sinks.
         kv_layout: where the tokens of k and v are, if they are another sequence than q's
             (cross-attention); each rank then holds its shard of both. The mask must be full.
-        label: compared on all ranks, as ``f"layer {i}, step {n}"``. Calls that are alike cannot be
-            told apart otherwise: a rank that leaves one out meets the others' in its next one.
+        label: compared on all ranks, as ``f"layer {i}, step {n}"``. Equal calls cannot be
+            distinguished otherwise: a rank that skips one takes its next call for the skipped one.
             Under ``torch.compile`` each label is compiled anew.
 
     Under autocast q, k and v are cast to its dtype, as by torch's ``scaled_dot_product_attention``:
@@ -365,7 +365,7 @@ def usp_joint_attention(
 
     Shapes:
         q ``[b, s_local, h, d]``, k ``[b, s_local, h_kv, d]``, v ``[b, s_local, h_kv, e]``, joint_q,
-        joint_k, joint_v alike with ``[b, joint]`` tokens, the same values on every rank -> out
+        joint_k, joint_v likewise with ``[b, joint]`` tokens, the same values on every rank -> out
         ``[b, s_local, h, e]`` and joint_out ``[b, joint, h, e]``, the same on every rank.
 
     Gradients of the joint tensors are local to each rank: their sum over the ranks of the mesh is

@@ -138,7 +138,7 @@ class Pass(Generic[ChunkT]):
     ) -> None:
         if plan.staging_bytes:
             plan.reserve_staging(device)
-        # Before any allocation: one that fails leaves an aborted pass, which other ranks hear of.
+        # Before any allocation: one that fails leaves an aborted pass, which is declared to all.
         plan.mesh.consistency.in_pass = True
         self.plan, self.sinks = plan, sinks
         self._chunks, self._exposed = chunks, exposed

@@ -79,8 +79,8 @@ class AttentionOptions(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """All of it but mesh, label and the values of the sinks: calls with equal keys and alike
-        tensors share a plan. An argument of a wrong type may not be hashable."""
+        """All of it but mesh, label and the values of the sinks: calls with equal keys, and
+        tensors of equal form, share a plan. An argument of a wrong type may not be hashable."""
         scores: object = self.scores
         if scores is not PLAIN_SCORES and isinstance(scores, Scores):
             scores = scores.plan_key

@@ -102,7 +102,7 @@ class Tuning:
         if self.chunks != "auto":
             split.check_chunks(self.chunks, layout.ring)
         # Nothing of it may depend on this rank's own tokens or free memory: other chunks are other
-        # exchanges, and the ranks would not meet.
+        # exchanges, and the ranks would wait for each other.
         size = _call_size(split, layout, q, mesh, mask, keys or layout.seq_len)
         samples = () if varlen else range(len(mask.documents))
         areas = sum(1 for sample in samples for _ in mask.areas_of(sample))

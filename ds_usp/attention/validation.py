@@ -31,7 +31,7 @@ def same_ranks(mesh: SequenceMesh) -> tuple[object, ...]:
 
 def module_text(number: int) -> str:
     """The module of a call in its signature: which of those on the mesh, in order of their making.
-    Layers' calls are alike otherwise, and a rank that leaves one out would go unnoticed."""
+    Layers' calls are equal otherwise, and a rank that leaves one out would go unnoticed."""
     return f"USPAttention {number}"
 
 
@@ -173,9 +173,9 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
 
 
 # A module without layout= means contiguous shards, DeepSpeed's order. The data loader of this
-# package shards by zigzag unless told otherwise; nothing in the tensors would show the difference,
-# and the result would be attention of permuted tokens. The loader leaves its layouts in the mesh
-# for this.
+# package shards by zigzag unless another is named; nothing in the tensors would show the
+# difference, and the result would be attention of permuted tokens. The loader leaves its layouts in
+# the mesh for this.
 
 
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:

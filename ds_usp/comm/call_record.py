@@ -35,7 +35,7 @@ ONE_THREAD = (
 )
 NUMBERS_FIELD = "numbers of "  # begins the field of tensors that are no shards
 _ONE_TENSOR = (
-    "These are no shards: every rank gives the same numbers. Make them alike, or broadcast them: "
+    "These are no shards: every rank gives the same numbers. Make them equal, or broadcast them: "
     "torch.distributed.broadcast(x.data, group=mesh.sp_group, group_src=0)"
 )
 _MAX_CHARACTERS = 320  # shown of one group of ranks, where nothing is in common

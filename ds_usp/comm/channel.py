@@ -205,8 +205,8 @@ class Channel(Protocol):
 #                               dkv 1 | dkv 2 ...
 #
 # Over one communicator each head chunk has a channel of its own, with one exchange in flight: a
-# schedule that posts a second one on a channel before it has waited for the first is wrong on every
-# rank alike, and is refused here instead of mixing their messages.
+# schedule that posts a second one on a channel before it has waited for the first is wrong on all
+# ranks, and is refused here instead of mixing their messages.
 class P2PChannel(Channel):
     """Exchanges by send and recv of NCCL or gloo, one in flight.
 

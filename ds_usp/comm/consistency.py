@@ -83,7 +83,7 @@ _FORKED = MeshError(
 
 
 class SharedNumbers:
-    """A copy of tensors that all ranks hold alike, or of sums in which each bit of them counts.
+    """A copy of tensors that are equal on all ranks, or of sums in which each bit of them counts.
 
     Args:
         tensors: by name, all on one device. Of other classes than torch's own the shapes alone.
@@ -199,7 +199,7 @@ class GroupTransport:
     """Records by asynchronous all-gathers over a process group, with the methods of a mailbox.
 
     Args:
-        store: a part of the job's that is new for each mesh. An all-gather does not tell whom it
+        store: a part of the job's that is new for each mesh. An all-gather does not show whom it
             waits for, and where a rank has ended it fails on its neighbours alone: ranks that wait
             longer than a second say in the store that they have come, and those whose wait has
             failed that they have given up. None: nobody knows which ranks are late.
@@ -300,8 +300,8 @@ def _wait_for(
 # later call or a backward pass begins: after a number of calls, not a time, so that all ranks raise
 # at the same call. No CUDA stream waits for it.
 #
-# Numbers of tensors that all ranks hold alike, as sinks, are compared by content in each call. On a
-# GPU a call copies their bits, or sums of many, and does no more, as each operation costs the host
+# Numbers of tensors that are equal on all ranks, as sinks, are compared by content in each call. A
+# call on a GPU copies their bits, or sums of many, and no more, as each operation costs the host
 # time. Those of sixteen comparisons go to the host together, and sixteen later their digest is one
 # field of one record, of a call or a backward pass, or of a check: reading them at once would let
 # the GPU run empty in each layer. Where that is refused for another reason, the next one has them.
@@ -320,9 +320,9 @@ def _wait_for(
 #
 # Note [one thread]
 #
-# Two threads that compute come in another order on each rank, and their calls look alike. So a mesh
+# Two threads that compute come in another order on each rank, and their calls look equal. So a mesh
 # belongs to the thread that computes first until that has ended, and its name is compared: nothing
-# else tells which threads of two processes belong together. Backward passes are compared by the
+# else shows which threads of two processes belong together. Backward passes are compared by the
 # number of their call, whichever of autograd's threads runs them and recomputes calls there.
 class ConsistencyChecker:
     """Compares the ranks' signatures of each call and each backward pass, on the CPU.
@@ -618,7 +618,7 @@ class ConsistencyChecker:
                 if len(self._verified) >= _MAX_VERIFIED:  # at the same call on every rank
                     self._verified.clear()
                 self._verified.add(key)
-            # Not if it failed: ranks that catch the error and continue count alike.
+            # Not if it failed: ranks that catch the error continue with one number.
             self.number += 1
 
     def _gather_and_compare(
@@ -718,7 +718,7 @@ def _error_record(error: Exception) -> CallRecord:
 
 
 def _earlier_field(calls: Sequence[_Call]) -> str:
-    """One digest, which tells whether the numbers of calls are equal, and a checksum of each tensor
+    """One digest, which shows whether the numbers of calls are equal, and a checksum of each tensor
     to find those that are not: a record is too short for digests of all."""
     parts = [part for call in calls for part in call.numbers.parts()]
     return _EARLIER_FIELD + " ".join([_digest(parts), *[f"{zlib.crc32(x):08x}" for x in parts]])

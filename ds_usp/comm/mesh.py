@@ -308,7 +308,7 @@ class SequenceMesh:
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # torch keeps compiled graphs on disk: versions, of ops' results too, tell old ones apart.
+        # torch keeps compiled graphs on disk: versions, of ops' results too, keep old ones out.
         text = f"{self}, {self.order}, ds_usp {__version__}, ops 6"
         object.__setattr__(self, "name", MESH_REGISTRY.register(self, text))
 

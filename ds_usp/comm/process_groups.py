@@ -42,7 +42,7 @@ def subgroup(
         timeout=timeout_of(parent),
         backend=backend or (None if parent_backend == "undefined" else parent_backend),
     )
-    # Point-to-point messages need a communicator that all its ranks have met in.
+    # Point-to-point messages need a communicator that all its ranks have joined.
     dist.all_reduce(torch.zeros(1, device=transport_device(group)), group=group)
     return group
 

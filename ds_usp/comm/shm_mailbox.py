@@ -79,7 +79,7 @@ class ShmMailbox:
         self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 # the lock lives as long as it
         # Death is noticed by a lock, not by a heartbeat: a rank that computes for minutes without
-        # a call is alive, one that was killed is not, and the kernel tells them apart at once.
+        # a call is alive, one that was killed is not, and the lock shows which at once.
         # The operating system releases the lock of a process that ends, however it ends.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         self._memory = mmap.mmap(self._file.fileno(), self.size(ranks))

@@ -129,7 +129,7 @@ class _Functions:
         def function(*args: Any, **kwargs: Any) -> Any:
             try:
                 bound = signature.bind(*args, **kwargs)
-            except TypeError as wrong:  # a loop of one rank may catch it, and meet the others' call
+            except TypeError as wrong:  # one rank's loop may catch it and go on to another call
                 error = keyword_error(function, args, kwargs) or wrong
                 by_name = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
                 self.mesh(by_name.get("group")).consistency.check_call("", error=error)

@@ -1,4 +1,4 @@
-"""Samples that begin alike, as a tree inside of verl's FSDP engines.
+"""Samples with a common prefix, as a tree inside of verl's FSDP engines.
 
 An engine packs a micro batch before it runs its model, and makes outputs of each sample after.
 Between the two the samples are one: a tree, of which a prompt is computed once. Losses, metrics,
@@ -102,7 +102,7 @@ def change_engine(module: ModuleType, attention_of: Callable[[Any], Any]) -> Non
 
     Args:
         attention_of: an engine's attention, of :mod:`ds_usp.compat.flash_attention_forward`, which
-            is told of the trees; None: the engine is not changed.
+            gets the trees; None: the engine is not changed.
     """
     actor = module.FSDPEngineWithLMHead
     prepare = actor.prepare_model_inputs

@@ -19,7 +19,7 @@ Blocks = tuple[tuple[int, int], ...]  # half-open, ascending
 Parents = tuple[int, ...]  # of each document, -1: none
 
 _END = sys.maxsize  # after the last token of any sequence
-# Documents that are printed border by border; more are told apart by a digest of their borders.
+# Documents that are printed border by border; of more, a digest of their borders.
 _PRINTED = 8
 
 
@@ -45,7 +45,7 @@ class Area(NamedTuple):
 # A mask is two bounds on a distance between global positions, and where documents begin; never a
 # tensor. A dense mask of 128K tokens is 16 GiB of booleans, cannot be sharded without knowing the
 # layout, and cannot be asked which blocks are empty. What two integers cannot say (an arbitrary
-# dense mask) is refused where it is met, with the masks that are served.
+# dense mask) is refused where it is given, with the masks that are served.
 #
 # Documents are borders and not a number for each token (a "document id" tensor): borders are a few
 # integers that ranks can compare and plans can be cached by, and which two shards share a document
@@ -372,7 +372,7 @@ class MaskSpec:
 
     @property
     def samples(self) -> int | None:
-        """Samples of a batch that it was made for; None: any number, all alike."""
+        """Samples of a batch that it was made for; None: any number, all equal."""
         return len(self.documents) if len(self.documents) > 1 else None
 
     def blocks_of(self, sample: int, document: int) -> Blocks:

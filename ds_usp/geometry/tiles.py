@@ -30,15 +30,15 @@ Bounds = tuple[int | None, int | None]
 # give a diagonal band, and bands are joined where that adds no pair. Windows and prefixes come out
 # of the same two rules, so a new layout needs no new mask code. A mask is asked for its areas:
 # documents are squares, an ancestor's columns under its descendants' rows a rectangle. Only runs of
-# an area's rows and columns meet, so the work grows with the areas that both shards have a part of
-# and not with their squares, and tiles are joined inside of a document alone.
+# an area's rows and columns are paired, so the work grows with the areas that both shards have a
+# part of and not with their squares, and tiles are joined inside of a document alone.
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Query rows and key columns of two shards, and the diagonal band of pairs that may attend.
 
     Row ``i`` sees column ``j`` if ``low <= j - i <= high``, in indices of the two shards. A tile is
     tight: it has no empty row or column, and the band is clamped to what the rectangle holds.
-    So no kernel ever meets a fully masked row.
+    So no kernel ever gets a fully masked row.
 
     Attributes:
         q_start, q_stop: its query rows, in the shard of queries.
@@ -171,7 +171,7 @@ def _bounds(q: Segment, k: Segment, window: Bounds) -> tuple[int, int]:
     """Bounds of ``j - i`` for the pairs of two runs, counted from their first tokens."""
     left, right = window
     if q.stride != k.stride and window != _OPEN:
-        raise LayoutError(f"queries of stride {q.stride} cannot meet keys of stride {k.stride}")
+        raise LayoutError(f"queries of stride {q.stride} do not see keys of stride {k.stride}")
     # Positions q.start + stride * i and k.start + stride * j: their distance bounds j - i.
     distance = k.start - q.start
     low = 1 - q.length if left is None else -((left + distance) // q.stride)

@@ -23,7 +23,7 @@ from ds_usp.comm.readings import version_of
 from ds_usp.errors import MeshError
 from ds_usp.integrations.digests import ArgumentsDigest, digest_of_bits, flat
 
-# Note [what the ranks of a mesh hold alike]
+# Note [what is equal on the ranks of a mesh]
 #
 # Each rank computes its tokens with its own copy of the model, so a copy that differs gives every
 # rank the same wrong loss or picture: a checkpoint, adapter, scale or average that one rank alone
@@ -39,11 +39,11 @@ from ds_usp.integrations.digests import ArgumentsDigest, digest_of_bits, flat
 # replaced since the pass before, with all of their elements if those are few; and a few elements of
 # each weight, others in each pass, as `weight.data.mul_()` leaves no other trace.
 #
-# Training changes all weights in each step, alike on all ranks, to the bit: all-reduces and
+# Training changes all weights in each step, equally on all ranks, to the bit: all-reduces and
 # all-gathers give every rank the same sums. Of weights that FSDP, ZeRO-3 or tensor parallelism
 # shards, ranks hold different parts: nothing of them is compared.
 #
-# A version tells that a weight was written, not what: one rank may have swapped weights and swapped
+# A version shows that a weight was written, not what: one rank may have swapped weights and swapped
 # them back. So when ranks differ, and all of them are in this comparison, they exchange what they
 # hold. The error names the first difference; where there is none, the pass goes on.
 #
@@ -75,9 +75,9 @@ _NO_SETTINGS = frozenset(
 # What PEFT changes in its layers.
 _OF_ADAPTERS = ("scaling", "merged_adapters", "_active_adapter", "_disable_adapters")
 _TO_LOAD = (
-    "Load checkpoints and adapters on every rank of the mesh, between the same two passes, or seed "
-    "alike before the model is made. DistributedDataParallel and deepspeed.initialize broadcast "
-    "rank 0's weights; by hand: for x in (*model.parameters(), *model.buffers()): "
+    "Load checkpoints and adapters on every rank of the mesh, between the same two passes, or set "
+    "one seed before the model is made. DistributedDataParallel and deepspeed.initialize broadcast "
+    "rank 0's weights; without them: for x in (*model.parameters(), *model.buffers()): "
     "torch.distributed.broadcast(x.data, group=mesh.sp_group, group_src=0)"
 )
 _TO_SET = (
@@ -283,7 +283,7 @@ class ModelComparison:
     # ------------------------------------------------------------------ what this rank holds
 
     def _settings(self, modes: bool = True) -> Entries:
-        """All that ranks hold alike and that is no weight, by name: values of the configuration; of
+        """All that is equal on all ranks and no weight, by name: values of the configuration; of
         each module its class, plain attributes, replaced methods, hooks, and buffers that no
         checkpoint holds.
 
@@ -324,7 +324,7 @@ class ModelComparison:
         return entries
 
     def _outline(self) -> list[Any]:
-        """Return what tells of a change of settings, without attributes' values: hooks, numbers of
+        """Return what shows a change of settings, without attributes' values: hooks, numbers of
         attributes, replaced methods, unsaved buffers as of weights, values of configurations."""
         config: Any = getattr(self._model, "config", None)
         values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})

@@ -1,4 +1,4 @@
-"""Dropout and other noise of one rank's tokens, where the ranks of a mesh are seeded alike."""
+"""Dropout and other noise of one rank's tokens, where the ranks of a mesh have one seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShardNoise:
     # Note [the generator of tokens]
     # It is that of the tokens' device, and no other. What is drawn for all tokens at once, as which
     # layers are left out (OPT's layerdrop, module_dropout of LoHa) or blocks of a weight (BOFT), is
-    # drawn on the CPU, which has to go on alike on all ranks. Models on a CPU have one generator
+    # drawn on the CPU, which has to stay equal on all ranks. Models on a CPU have one generator
     # for both, and these are refused. A CUDA generator's state is two numbers on the host: nothing
     # waits for the GPU.
     def __init__(self, rank: int) -> None:
@@ -36,7 +36,7 @@ class ShardNoise:
         self._draws = False
 
     def begin(self, device: torch.device, *, draws: bool, of_shard: bool = True) -> None:
-        """Seed the generator of a device for this rank, or not ``of_shard`` alike on all ranks; no
+        """Seed the generator of a device for this rank, or without ``of_shard`` as on all; no
         other device's, and none of ``meta``.
 
         Args:

@@ -240,7 +240,7 @@ def _owns_storage(x: torch.Tensor) -> bool:
     return bool(x.untyped_storage().nbytes() == x.numel() * x.element_size())
 
 
-def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _are_dense_of_one_dtype(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Both are dense and of one dtype."""
     return a.dtype == b.dtype and a.is_contiguous() and b.is_contiguous()
 
@@ -261,7 +261,7 @@ def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
     elif len(partials) == 1:
         if not out.is_set_to(partials[0]):  # else a kernel has written it there
             strided_copy(out, partials[0])
-    elif len(partials) == 2 and partials[0] is out and _are_alike(out, partials[1]):
+    elif len(partials) == 2 and partials[0] is out and _are_dense_of_one_dtype(out, partials[1]):
         out.add_(partials[1])  # in fp32, rounded once, as below; its launch costs the host less
     elif out.is_cuda and (triton := _fused_for(out, *partials)) is not None:
         triton.sum_fused(out, partials)

@@ -1,6 +1,6 @@
 """Merges of attention outputs and sums of gradients, each a single pass on the GPU (Triton).
 
-Pointers and strides are unrolled by hand: tuple arguments need Triton 3.3, torch 2.6 has 3.2.
+Pointers and strides are written out: tuple arguments need Triton 3.3, torch 2.6 has 3.2.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def merge_fused(
 
     Features and, of the log-sum-exps, rows are contiguous.
     """
-    _LAUNCH_MERGE.launch_alike((out, lse, old, old_lse, new, new_lse), 0, _arguments)
+    _LAUNCH_MERGE.launch_by_tensors((out, lse, old, old_lse, new, new_lse), 0, _arguments)
 
 
 # _merge of COUNT (3 or 4) partial results p with log-sum-exps l, in one pass.
@@ -150,7 +150,7 @@ def merge_up_to_4_fused(
     """:func:`merge_fused` of three or four partial results (values, log-sum-exp), of which only
     the first may be ``out`` and ``lse``."""
     operands = chain.from_iterable([*partials, *[partials[0]] * (4 - len(partials))])
-    _LAUNCH_MERGE_OF_FOUR.launch_alike((out, lse, *operands), len(partials), _arguments)
+    _LAUNCH_MERGE_OF_FOUR.launch_by_tensors((out, lse, *operands), len(partials), _arguments)
 
 
 # Sum of COUNT (1 or 2) tensors [batch, rows, heads, dim], added in the dtype ACC.
@@ -222,4 +222,4 @@ def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
         (_LAUNCH_SUM_OF_FEW, 2) if len(partials) <= 2 else (_LAUNCH_SUM, _MAX_PARTIALS)
     )
     operands = (out, *partials, *[partials[0]] * (slots - len(partials)))
-    launcher.launch_alike(operands, len(partials), _arguments)
+    launcher.launch_by_tensors(operands, len(partials), _arguments)

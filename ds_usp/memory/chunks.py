@@ -4,7 +4,7 @@ torch's checkpoints do the work, so that the parameters of all chunks stay input
 the chunks' borders and the sums of parameters' gradients are functions of this module.
 
 Source: DeepSpeed's ALST (Bekman et al., 2506.13996), section 3.1.1, whose tiled MLP runs its own
-backward passes and so needs to tell ZeRO which of its gradients is the last.
+backward passes and so has to say to ZeRO which of its gradients is the last.
 """
 
 from __future__ import annotations

@@ -451,7 +451,7 @@ class HostStorages:
             self._copier.wait(sent.event)
             return
         # The storages are emptied and filled, not replaced: optimizers, views and flat buffers of
-        # ZeRO refer to them, as FSDP's parameters do to theirs. All memory first: where there is
+        # ZeRO refer to them, as FSDP's parameters do to their own. All memory first: where there is
         # not enough, everything is still in host memory.
         for storage, size in zip(sent.storages, sent.sizes, strict=True):
             storage.resize_(size)

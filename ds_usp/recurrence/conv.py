@@ -43,7 +43,7 @@ def causal_conv(
     halo, zeros where a document begins. So the kernel need know no documents.
 
     Shapes:
-        x ``[rows, channels, tokens]``; the output alike, with the channels of ``conv``'s result.
+        x ``[rows, channels, tokens]``; the output likewise, with the channels of ``conv``'s result.
 
     Args:
         conv: of ``[rows, channels, any tokens]``, as if zeros were before the first one.

@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 #
 # What lies between is another graph on each rank: one imports no state, another sends none. A rank
 # whose backward pass leaves out an exchange, of this call or of one before it, leaves the others
-# waiting. Hence the two ends, between which all ranks' graphs are alike:
+# waiting. Hence the two ends, between which all ranks' graphs are equal:
 #
 #   - `leave` gives the buffer of each exchange a gradient, zeros where a rank needed nothing, and
 #     `enter` gives each send buffer an empty part: every rank is in every backward exchange.

@@ -115,7 +115,7 @@ class BatchBroadcast:
         self, group: dist.ProcessGroup | None, device: torch.device | str | None = None
     ) -> None:
         # Whatever is random in reading, shuffling or augmenting, the ranks that share a sequence
-        # must have one and the same batch. So one rank reads and sends: nothing is seeded alike.
+        # must have one and the same batch. So one rank reads and sends: no seeds are shared.
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._device = device
 
@@ -350,7 +350,7 @@ class SequenceParallelDataLoader:
         # One all-gather a batch, before anything else is sent: whether a loader has ended or failed
         # must be known on all ranks, or those of another replica would wait in a later collective
         # for ranks that have left the loop. The number of loss tokens comes with it, so that the
-        # loss needs no reduction of its own; the digest tells replicas that read the same samples.
+        # loss needs no reduction of its own; the digest shows replicas that read the same samples.
         statuses = [local.status]
         if self._group is not None and dist.get_world_size(self._group) > 1:
             gathered = all_gather_bytes(_STATUS.pack(*local.status), self._group)

@@ -89,7 +89,7 @@ def gradient_rule(zero_stage: int, groups: ParallelGroups) -> GradientRule:
     """The rule for one ZeRO stage, alone or under a pipeline."""
     # Note [what DeepSpeed divides by]
     # ZeRO-0 to 2 sum gradients over sequence x data parallel ranks and divide by the data-parallel
-    # size only, if an mpu tells the two apart. ZeRO-3 partitions over the mpu's *data-parallel*
+    # size only, if an mpu has a group of each. ZeRO-3 partitions over the mpu's *data-parallel*
     # group, and its default reduce-scatter divides by that group's whole size: it must be given
     # all ranks that hold different tokens. Pipelines know no sequence axis: it is folded into the
     # data axis, which they divide by.

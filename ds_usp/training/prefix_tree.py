@@ -1,4 +1,4 @@
-"""Rows that begin alike, as one tree: a prompt once, and its answers as branches.
+"""Rows with a common prefix, as one tree: a prompt once, and its answers as branches.
 
 Preference and reinforcement learning repeat one prompt for many answers. Causal attention computes
 the same numbers for it each time; a tree (``MaskSpec.tree``) has it once.
@@ -112,7 +112,7 @@ class SharedPrefixes:
         return sum(map(len, self.places))
 
     def gather_from(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return the rows' values for the tree's tokens, where these are alike, ``[tokens]``."""
+        """Return the rows' values for the tree's tokens, where these are equal, ``[tokens]``."""
         out = rows[0].new_zeros(self.tokens)
         for row, place in zip(rows, self.places, strict=True):
             out[place] = row
@@ -171,9 +171,9 @@ class _Prefix:
         self.first = min(self.first, other.first)
 
 
-# In sorted order rows that begin alike are neighbors, whatever the order is. That of their bytes is
-# compared at the speed of memory, each row with log2(rows) others, and tokens that are alike are
-# bytes that are. How far neighbors are alike then says which prefixes there are (a radix tree).
+# In sorted order rows with a common prefix are neighbors, whatever the order is. That of bytes is
+# compared at the speed of memory, each row with log2(rows) others, and equal tokens are equal
+# bytes. How far neighbors are equal then says which prefixes there are (a radix tree).
 def _tries(rows: Sequence[Tensor], starts: Sequence[int]) -> list[_Prefix]:
     """The prefixes of the rows that begin at one position, one of no tokens for each position."""
     arrays = [row.numpy() for row in rows]
@@ -210,7 +210,7 @@ def _close(path: list[_Prefix], length: int) -> None:
 
 
 class PrefixTree:
-    """A collator: rows that begin alike become one row with a ``tree``.
+    """A collator: rows with a common prefix become one row with a ``tree``.
 
     For a ``DataLoader`` or a ``Trainer`` (with ``remove_unused_columns=False``), beside
     ``ds_usp.integrations.transformers.enable`` or ``attach``. The loss and all gradients are those
@@ -288,7 +288,7 @@ class PrefixTree:
             if wrong is None or bool(wrong.any()):
                 raise DataError(
                     f"labels of example {index} are not its tokens, or -100, at their own index: "
-                    "rows that begin alike would be learned differently"
+                    "rows with a common prefix would be learned differently"
                 )
             yield ids, labels
             return

@@ -1,6 +1,6 @@
 """The whole batch, before it is sharded: its tokens, labels, padding and documents.
 
-Every door to the library reads batches of other names and refuses other mistakes: plain loops here
+Each entry point reads batches of other names and refuses other mistakes: plain loops here
 (:func:`read_batch`), transformers in its integration. What they have in common stands here once:
 which tokens are real, where documents begin, what the label of a token is, and which of all that
 a rank holds.
@@ -478,7 +478,7 @@ def rotary_frequencies(positions: Tensor, dim: int, base: float = 10000.0) -> Te
             f"is, and dim={dim} even"
         )
     # Made from positions and not from a range, so that every token layout gets its own. In fp32
-    # whatever the model's dtype: bf16 tells positions beyond 256 apart no more.
+    # whatever the model's dtype: bf16 no longer distinguishes positions beyond 256.
     inverse = inverse_frequencies(dim, base, torch.float32, positions.device)
     angles = torch.outer(positions.float(), inverse)
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -142,7 +142,7 @@ def check_dense_mask(
 ) -> None:
     """Refuse a dense mask that differs from the layer's ``rule``. Collective over the mesh.
 
-    Compared once in a forward pass for each rule, on all ranks alike: the layers share the tensor.
+    Compared once in a forward pass for each rule, on all ranks: the layers share the tensor.
 
     Args:
         layout: of the tokens, or the kind of one.

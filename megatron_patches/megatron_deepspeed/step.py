@@ -12,7 +12,7 @@ from megatron_patches.step import dropout_seeds
 # Dropout seeds that differ over sequence-parallel and data-parallel ranks, where sequences are
 # sharded.
 #
-# Megatron-DeepSpeed seeds all of them alike, so the dropout masks of all shards would be equal;
+# Megatron-DeepSpeed gives all of them one seed, so the dropout masks of all shards would be equal;
 # with one rank a sequence its data-parallel ranks keep equal seeds, unless --data-parallel-
 # random-init is given. Seeds depend on the number of the step: a resumed run draws what an
 # uninterrupted one does, whatever the checkpoint contains.

@@ -12,7 +12,7 @@ from megatron_patches.step import dropout_seeds
 # Dropout seeds that differ over context-parallel and data-parallel ranks, where USP shards
 # sequences.
 #
-# Megatron-LM seeds all of them alike, so the masks of hidden dropout, and the noise of
+# Megatron-LM gives all of them one seed, so the masks of hidden dropout, and the noise of
 # --moe-input-jitter-eps, would be equal for all shards of a sequence. Seeds depend on the number of
 # the step: a resumed run draws what an uninterrupted one does, whatever the checkpoint contains.
 

@@ -941,7 +941,7 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
     ),
     "weights below 0": ("finite and 0 or more", lambda: weighted(-1.0), lambda: weighted(0.5)),
     "shared prefixes of embeddings": (
-        "rows are told apart by their tokens",
+        "rows are compared by their tokens",
         lambda: run(build("llama"), {"inputs_embeds": random(2, 41, 64)}, share_prefixes=True),
         lambda: run(build("llama"), {"inputs_embeds": random(2, 41, 64)}),
     ),

@@ -441,7 +441,7 @@ def test_a_launch_of_alike_tensors_takes_the_arguments_of_the_last(kernel):
 
     others = [(x[:3], x, 1), (x, x.t(), 1), (x.double(), x, 1), (x, x, 2)]
     for first, second, count in [(x, x, 1), *others] * 2:
-        launcher.launch_alike((first, second), count, arguments)
+        launcher.launch_by_tensors((first, second), count, arguments)
     assert [call[0] for call in kernel.calls] == ["triton"] * 5 + ["compiled"] * 5
     assert len(made) == 5 and [call[2][2:] for call in kernel.calls[5:]] == made
 

@@ -229,7 +229,7 @@ def test_a_window_needs_a_kernel_with_windows():
 
 
 def test_shards_of_different_stride_are_refused():
-    with pytest.raises(LayoutError, match="stride 2 cannot meet keys of stride 3"):
+    with pytest.raises(LayoutError, match="stride 2 do not see keys of stride 3"):
         plan_tiles(one(4, 0, 2), one(4, 0, 3), MaskSpec.causal())
 
 

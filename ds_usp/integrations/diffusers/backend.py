@@ -90,7 +90,7 @@ def _check(
     is_causal: bool,
 ) -> None:
     # What cannot be known from the shards of diffusers' hooks, which give every rank as many
-    # tokens: so all ranks refuse alike, without an exchange.
+    # tokens: so all ranks refuse it, without an exchange.
     problem = None
     if config.ulysses_anything or config.ring_anything:
         problem = "uneven shards (ulysses_anything, ring_anything)"

@@ -246,8 +246,8 @@ class ForwardGraphs:
                 kind.append((type(x), x))
             else:
                 raise UnsupportedAttentionError(
-                    f"{self._name}: a CUDA graph cannot tell one argument of the type "
-                    f"{type(x).__name__} from another: use cuda_graphs=False"
+                    f"{self._name}: a CUDA graph cannot distinguish two arguments of the "
+                    f"type {type(x).__name__}: use cuda_graphs=False"
                 )
         return tuple(kind)
 

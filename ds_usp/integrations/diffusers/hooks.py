@@ -455,8 +455,8 @@ class ShardedTransformer:
 
     def _check_attended(self, state: PassState) -> None:
         # A cache of another package may have wrapped blocks in any way, but blocks that it skips do
-        # not attend. It decides by this rank's tokens: where ranks came to other decisions they
-        # have met in attention, and where they agree, one process may have decided otherwise.
+        # not attend. It decides by this rank's tokens: where ranks decide otherwise, the
+        # comparison in attention raises, and where they agree, one process might have not.
         most = max(self._attended.get(self._kind, 0), state.attended)
         if len(self._attended) >= _KINDS:  # a plain number that is another one in each step
             self._attended.clear()
@@ -586,7 +586,7 @@ class ShardedTransformer:
 
     # Note [noise inside of blocks]
     # Blocks have whole tensors beside shards: the conditioning that scales them, text that is
-    # attended to. Their dropout must be alike on all ranks, and that of shards must not. The plan
+    # attended to. Their dropout must be equal on all ranks, and that of shards must not. The plan
     # says by path which modules are given tokens, as sizes do not: a whole tensor may be as long as
     # a shard of some ranks. Again in a block that a checkpoint computes again.
     def _hook_dropouts(self) -> None:

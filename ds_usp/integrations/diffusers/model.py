@@ -51,7 +51,7 @@ def enable(
     given the same batch: each gives whole latents, text and timesteps, the same on every rank, and
     gets the whole output; the mean over the ranks of the gradients is the gradient. Call it on
     every rank, before DistributedDataParallel, ``fully_shard`` or ``deepspeed.initialize`` takes
-    the transformer. Ranks need the same noise: seed generators alike. A transformer that is enabled
+    the transformer. Ranks need the same noise: seed generators equally. An enabled transformer
     goes on over another mesh by the same call, as when its mesh has failed for good.
 
     Image tokens are sharded, and text tokens where they take part in the same attention; text that
@@ -75,8 +75,8 @@ def enable(
             same shapes the first pass runs without, the second is captured, all others are
             replayed. For calls that are launch-bound, as at a few thousand tokens. Needs GPUs that
             exchange by copy engines. The memory of one pass stays allocated.
-        step_cache: code of your own skips blocks of some passes, and decides by what all ranks have
-            alike, as the time or the number of the step, never by tokens. Ranks that decide
+        step_cache: code of your own skips blocks of some passes, and decides by what is equal on
+            all ranks, as the time or the number of the step, never by tokens. Ranks that decide
             otherwise are refused.
 
     Raises:

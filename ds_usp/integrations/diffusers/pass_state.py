@@ -229,7 +229,7 @@ class PassState:
 
     def output(self, x: Tensor) -> Tensor:
         """An output of the pass. Its gradient is divided where the ranks' gradients are summed:
-        those of what every rank computes with all tokens are alike, and those of shards are made
+        those of what every rank computes with all tokens are equal, and those of shards are made
         for a mean."""
         if self._options.gradients == "sum" and x.requires_grad:
             x.register_hook(lambda grad: grad / self._mesh.sp_degree)

@@ -73,7 +73,7 @@ class Plan:
             (cross-attention), which are those in ``attention``.
         local: the other attention modules, which are local to each rank: their keys are text that
             stays whole.
-        masks: by module, its argument that tells text from padding: 0 or False for padding, which
+        masks: by module, its argument that marks padding of the text: 0 or False for padding, which
             comes last. Its last columns, or the first, are the text's, as in ``attention``, of
             which the first entry below the module counts.
         whole: arguments of the transformer that every rank takes whole. All but these, those of

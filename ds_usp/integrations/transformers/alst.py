@@ -110,7 +110,7 @@ class UlyssesSPAttentionHF:
         if layout not in (AUTO_LAYOUT, *KINDS) or layout == "balanced":
             kinds = ", ".join(kind for kind in KINDS if kind != "balanced")
             raise LayoutError(
-                f"layout={layout!r} must be auto or one of {kinds}: shards alone do not tell the "
+                f"layout={layout!r} must be auto or one of {kinds}: shards alone do not show the "
                 "documents that a balanced layout is made from"
             )
         model = None if isinstance(model_name_or_path, str) else find_model(model_name_or_path)
@@ -570,7 +570,7 @@ def _with_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weighted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Trainer.compute_loss``, which over shards takes the model's loss whatever it was told."""
+    """``Trainer.compute_loss``, which over shards takes the model's loss whatever its arguments."""
 
     @wraps(original)
     def compute_loss(

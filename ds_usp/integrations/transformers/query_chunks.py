@@ -323,7 +323,7 @@ def run_in_parts(
         seen: the mask of a part, as the layer's attention wants it.
         check: raises if the layer has not put its keys into ``keys``.
         recomputed: each part is computed again in backward, and reads picked latents alone.
-        real: the mask of the first run, which only tells padding; None: nothing is seen in it.
+        real: the mask of the first run, which only marks padding; None: nothing is seen in it.
         of_keys: arguments that a part is given of its keys' tokens, instead of its queries'.
         window: tokens that a query sees of what is not compressed; None: all.
     """

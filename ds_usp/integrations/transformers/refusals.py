@@ -233,7 +233,7 @@ _ATTENTION = re.compile(r"(?!.*(norm|drop|ln))\w*(attn|attention)")
 
 def replaced_attention(model: PreTrainedModel) -> dict[str, frozenset[str]]:
     """Modules that are neither transformers' nor torch's in the place of a layer's attention: by
-    their names, the classes of what is in them, of which attention has to be heard."""
+    their names, the classes of what is in them, of which one must be attention."""
     found: dict[str, frozenset[str]] = {}
     for layer in text_modules(model):
         if not isinstance(layer, GradientCheckpointingLayer):
@@ -300,7 +300,7 @@ def check_layerdrop(trunk: PreTrainedModel, batch: WholeArguments) -> None:
 
 
 # Settings of PEFT by which an adapter drops parts of a weight, drawn from the CPU's generator: on
-# GPUs that goes on alike on all ranks, on CPUs it is each rank's own. All other dropouts of
+# GPUs that stays equal on all ranks, on CPUs it is each rank's own. All other dropouts of
 # adapters are torch's, of tokens.
 _DROPS_ON_CPU: Mapping[str, Sequence[str]] = {
     "LOHA": ("module_dropout", "rank_dropout"),

@@ -152,7 +152,7 @@ class ReplicatedAccelerator(Accelerator):
 
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return data_loader
-        _seed_alike(self._usp_replicas, data_loader)
+        _share_seeds(self._usp_replicas, data_loader)
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -300,7 +300,7 @@ def _step_for_replicas(scheduler: Any, replicas: int) -> None:
     scheduler.step = step
 
 
-def _seed_alike(replicas: DataParallelRanks, data_loader: DataLoader[Any]) -> None:
+def _share_seeds(replicas: DataParallelRanks, data_loader: DataLoader[Any]) -> None:
     """Let what is random in a data loader be the same on the ranks of a mesh."""
     from accelerate.data_loader import get_sampler
 

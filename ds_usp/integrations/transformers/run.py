@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(parser, "transformers", "")
     parser.add_argument(
         "--usp-share-prefixes", action="store_true",
-        help="what rows of a batch have alike is computed once: DPO and GRPO repeat prompts",
+        help="a common prefix of rows of a batch is computed once: DPO and GRPO repeat prompts",
     )  # fmt: skip
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a file, or -m and a module")
     return parser

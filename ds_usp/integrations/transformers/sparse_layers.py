@@ -114,9 +114,9 @@ class SparseLayers:
 
     # Note [sparse layers]
     # A query's keys may be anywhere, and an indexer reads all of them: there is nothing that a ring
-    # or heads could divide. Such models can prefill in chunks, where queries of a chunk meet keys
-    # that a cache returns. So each of these layers gets a cache whose `update` gathers, a mask of
-    # this rank's queries x all keys, and a configuration that names its own attention. The keys are
+    # or heads could divide. Such models can prefill in chunks, where queries of a chunk attend to
+    # keys of a cache. So each of these layers gets a cache whose `update` gathers, a mask of this
+    # rank's queries x all keys, and a configuration that names its own attention. The keys are
     # in the sequence's order, and masks are made of the places that tokens have in it: a shard may
     # be of any layout. What is gathered is what the model would cache, latents in most. The shard
     # comes as the keyword `usp`, so that a checkpoint has it (Note [the pass travels with the

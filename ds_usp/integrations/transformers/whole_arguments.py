@@ -138,7 +138,7 @@ class WholeArguments:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the call, which the ranks of a mesh must have alike."""
+        """The tensors of the call, which must be equal on the ranks of a mesh."""
         return {name: x for name, x in self.arguments.items() if isinstance(x, Tensor)}
 
     def layout(self, mesh: SequenceMesh, kind: str) -> TokenLayout:
@@ -370,7 +370,7 @@ class RowsAsTree:
         if refused or "input_ids" not in batch.arguments:
             raise UnsupportedAttentionError(
                 f"share_prefixes: the batch has {', '.join(refused) or 'no input_ids'}, and rows "
-                f"are told apart by their tokens: served are {', '.join(sorted(_OF_ROWS))}. Enable "
+                f"are compared by their tokens: served are {', '.join(sorted(_OF_ROWS))}. Enable "
                 "the model without share_prefixes"
             )
         ids = batch.arguments["input_ids"]
