@@ -130,23 +130,33 @@ def test_every_batch_is_exact(pool, model_type, ranks):
 def with_options(ctx: RankContext, model_type: str) -> dict[str, float]:
     """The largest difference of gradients from those without checkpoints and chunks."""
     model, batch, found = sparse_model(model_type), BATCHES["odd"](), {}
+    text = model.get_decoder()
+    weights = torch.randn(
+        1, 53, text.config.hidden_size, generator=torch.Generator().manual_seed(2)
+    )
+
+    def train_text(**options: Any) -> dict[str, Tensor]:
+        """Its layers are given the tokens, which a model of images makes embeddings of before."""
+        with enable(text, mesh_of(1), **options):
+            (text(input_ids=batch["input_ids"]).last_hidden_state * weights).sum().backward()
+        return take_gradients(text)
 
     def train(**options: Any) -> dict[str, Tensor]:
         with enable(model, mesh_of(1), **options):
             model(**batch).loss.backward()
         return take_gradients(model)
 
+    def note(name: str, have: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+        scale = max(float(g.norm()) for g in want.values())
+        found[name] = max(float((have[n] - want[n]).norm()) for n in want) / scale
+
+    note("the text model alone", train_text(query_chunks=3), train_text())
     plain = train()
-    scale = max(float(g.norm()) for g in plain.values())
-
-    def note(name: str, have: dict[str, Tensor]) -> None:
-        found[name] = max(float((have[n] - plain[n]).norm()) for n in plain) / scale
-
-    note("attention", train(recompute="attention", offload_ratio=0.5, query_chunks=2))
+    note("attention", train(recompute="attention", offload_ratio=0.5, query_chunks=2), plain)
     with mock.patch.object(query_chunks, "LOW_PRECISION", (torch.float32,)):  # summed as of bf16
-        note("full", train(recompute="full", query_chunks=3))
+        note("full", train(recompute="full", query_chunks=3), plain)
     if model_type != "mistral_large4":
-        note("loss in chunks", train(loss_chunks=3))
+        note("loss in chunks", train(loss_chunks=3), plain)
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
@@ -154,8 +164,8 @@ def with_options(ctx: RankContext, model_type: str) -> dict[str, float]:
             with pytest.raises(Unsupported, match="which a reentrant checkpoint has made"):
                 train(query_chunks=2)
         else:
-            note(f"reentrant={reentrant}", train())
-            note(f"reentrant={reentrant}, queries in chunks", train(query_chunks=2))
+            note(f"reentrant={reentrant}", train(), plain)
+            note(f"reentrant={reentrant}, queries in chunks", train(query_chunks=2), plain)
         model.disable_input_require_grads()
         model.gradient_checkpointing_disable()
     assert not [m for m in model.modules() if "forward" in vars(m)]

@@ -27,7 +27,8 @@ from ds_usp.memory.chunks import LOW_PRECISION, in_chunks_at
 BYTES_OF_CHUNK: Final = 2**31
 _PICKED: Final = "usp_picked"  # attention of transformers' registry: of the keys that are picked
 # Arguments of layers that have queries, by their dim; those of others do not go in chunks.
-_QUERY_DIMS: Final = {"position_embeddings": -2, "position_ids": -1, "prev_topk_indices": 1}
+_QUERY_DIMS: Final = {"position_embeddings": -2, "prev_topk_indices": 1, "position_ids": -1}
+_QUERY_DIMS["input_ids"] = -1  # of text models, where no tower has made embeddings of them
 
 # Note [queries in chunks]
 # The forward of a layer as transformers wrote it runs once more than there are chunks. The first
