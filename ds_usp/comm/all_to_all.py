@@ -22,7 +22,7 @@ from ds_usp.comm.channel import NO_RANGE, PendingExchange, exchange_range, profi
 from ds_usp.comm.fused_exchange import FusedExchange
 from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.comm.packing import DeferredSum, PreallocatedSend, copy_or_sum_into
-from ds_usp.comm.uniform_all_to_all import UniformAllToAll
+from ds_usp.comm.uniform_all_to_all import CopyEngineAllToAll, UniformAllToAll
 from ds_usp.geometry.layout import Run, TokenLayout, TokenSlices
 
 HeadRanges = tuple[tuple[int, int], ...]
@@ -180,7 +180,7 @@ class HeadAllToAll:
 
     def staging_bytes(self, batch: int, dims: Sequence[int], itemsize: int) -> int:
         """Staging memory in bytes of one copy-engine exchange of tensors of these head dims."""
-        if self._uniform is None:
+        if not isinstance(self._uniform, CopyEngineAllToAll):
             return 0
         layout, *_ = self.layouts  # of any tensor
         tokens = max(layout.length(rank) for rank in range(layout.degree))  # all reserve as much
@@ -237,7 +237,8 @@ class HeadAllToAll:
         # each slice wherever it belongs, so only they serve an order such as context_parallel's.
         if not (self.copies or slices.in_rank_order):
             return None
-        return UniformAllToAll(self.mesh, slices, self.ranges, self.copies)
+        kind = CopyEngineAllToAll if self.copies else UniformAllToAll
+        return kind(self.mesh, slices, self.ranges)
 
     def _sequence_slices(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Views of sequence shards: this rank's tokens, the heads of Ulysses rank ``rank``."""

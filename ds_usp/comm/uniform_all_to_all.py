@@ -155,8 +155,7 @@ def plan_to_sequence(
     tensors: tuple[Strided, ...],
     outs: tuple[Strided, ...],
 ) -> PackPlan:
-    """How tensors ``[B, S, h, D]`` are packed for copy engines; over NCCL and gloo
-    :meth:`UniformAllToAll.post_to_sequence` packs by itself.
+    """How tensors ``[B, S, h, D]`` are packed for copy engines.
 
     The buffer is one piece ``[1, S, B, features]``. A rank's own tokens are not packed: they are
     written to its heads of ``outs`` ``[B, s, H, D]``, and their place in the buffer is undefined.
@@ -258,70 +257,41 @@ _SHAPE = attrgetter("shape")
 
 
 class UniformAllToAll:
-    """The head exchanges of one chunk of heads.
+    """The head exchanges of one chunk of heads, by the all-to-all that callers pass.
 
     Args:
-        slices: of the ring rank's tokens; in rank order without copy engines.
+        slices: of the ring rank's tokens, in rank order.
         ranges: for each tensor, the half-open head range that each Ulysses rank uses.
-        copies: use copy engines, else the all-to-all that callers pass.
     """
 
     def __init__(
-        self,
-        mesh: SequenceMesh,
-        slices: TokenSlices,
-        ranges: Sequence[Sequence[tuple[int, int]]],
-        copies: bool,
+        self, mesh: SequenceMesh, slices: TokenSlices, ranges: Sequence[Sequence[tuple[int, int]]]
     ) -> None:
-        self._mesh, self._copies = mesh, copies
+        self._mesh, self._slices = mesh, slices
         self._ranks, self._rank = mesh.ulysses_degree, mesh.ulysses_rank
-        self._heads = tuple(
-            [
-                HeadRange(first, stop - first, second - first)
-                for (first, stop), (second, _), *_ in ranges
-            ]
-        )
-        self._slices = slices
-        peers = next_ranks(self._rank, self._ranks)
-        self._sends_to_heads = [SendSlice(peer, peer, peer + 1) for peer in peers]
-        self._sends_to_sequence = [
-            SendSlice(peer, start, stop)
-            for peer in peers
-            for start, stop, _ in slices.by_rank[peer]
-        ]
+        of_ranks = [(first, stop, second) for (first, stop), (second, _), *_ in ranges]
+        self._heads = tuple([HeadRange(a, stop - a, second - a) for a, stop, second in of_ranks])
+        self._geometry = self._rank, slices, self._heads
 
     def post_to_heads(
         self, tensors: Sequence[torch.Tensor], post: PostAllToAll, *, overlapped: bool = True
     ) -> PendingExchange:
         """``[B, s, H, D] -> [B, S, h, D]``, views of one tensor."""
-        of_tensors = [(x.shape, x.stride()) for x in tensors]
-        sizes, plan, places = plan_to_heads(self._rank, self._slices, self._heads, *of_tensors)
-        received = tensors[0].new_empty(sizes.in_order)
+        sizes, plan, _ = plan_to_heads(*self._geometry, *[(x.shape, x.stride()) for x in tensors])
+        packed = tensors[0].new_empty(sizes.by_rank)
+        views = split_features(packed, sizes.shapes)
+        for view, x, ((size, stride, offset), _) in zip(views, tensors, plan.views, strict=True):
+            strided_copy(view, x.as_strided(size, stride, x.storage_offset() + offset))
+        received = packed.new_empty(sizes.in_order)
         unpack = partial(split_features, received, sizes.shapes, tokens_first=True)
-        if not self._copies:
-            packed = received.new_empty(sizes.by_rank)
-            views = split_features(packed, sizes.shapes)
-            for view, x, ((size, stride, offset), _) in zip(
-                views, tensors, plan.views, strict=True
-            ):
-                strided_copy(view, x.as_strided(size, stride, x.storage_offset() + offset))
-            return PendingExchange(unpack, post(packed, received, sizes.pieces, sizes.shares))
-        channel, staging = self._acquire_slot(received, sizes.by_rank)
-        plan.pack(staging.tensor, tensors, (received,) * len(tensors))
-        recvs = [RecvSpec(peer, received, offset, 0, view) for peer, offset, view in places]
-        channel.post(staging.tensor, self._sends_to_heads, recvs, overlapped=overlapped)
-        return PendingExchange(unpack, channel)
+        return PendingExchange(unpack, post(packed, received, sizes.pieces, sizes.shares))
 
     def preallocate_send(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> PreallocatedSend:
         """Acquire the staging buffer of :meth:`post_to_sequence` to outputs ``[B, s, H, D]`` of
         these sizes, in the dtype of ``like``."""
         exchanged = buffer_sizes(self._slices, self._heads, *sizes)
-        if self._copies:
-            channel, staging = self._acquire_slot(like, exchanged.in_order)
-        else:
-            channel, staging = None, StagingBuffer(like.new_empty(exchanged.in_order))
-        views = staging.views(exchanged.shapes, tokens_first=True)
-        return PreallocatedSend(channel, staging, views)
+        staging = StagingBuffer(like.new_empty(exchanged.in_order))
+        return PreallocatedSend(None, staging, staging.views(exchanged.shapes, tokens_first=True))
 
     def post_to_sequence(
         self,
@@ -335,61 +305,19 @@ class UniformAllToAll:
         """``[B, S, h, D] -> [B, s, H, D]``; sources that are the views of ``prealloc`` are not
         packed again."""
         sizes = buffer_sizes(self._slices, self._heads, *map(_SHAPE, outs))
-        if not self._copies:
-            source = sources[0]
-            is_dense = isinstance(source, torch.Tensor) and source.is_contiguous()
-            batch = sizes.in_order[1]
-            # One sample, one tensor: [1, S, h, D] already has the buffer's order of bytes.
-            if isinstance(source, torch.Tensor) and is_dense and len(sources) == batch == 1:
-                packed = source
-            else:
-                order = sizes.in_order
-                staging = prealloc.staging if prealloc else StagingBuffer(outs[0].new_empty(order))
-                packed = staging.tensor
-                views = staging.views(sizes.shapes, tokens_first=True)
-                for view, source in zip(views, sources, strict=True):
-                    copy_or_sum_into(view, source)
-            received = packed.new_empty(sizes.by_rank)
-            unpack = partial(_write_received, self._by_rank(outs), received, sizes.shapes)
-            return PendingExchange(unpack, post(packed, received, sizes.shares, sizes.pieces))
-        if prealloc is not None and prealloc.channel is not None:
-            channel, staging = prealloc.channel, prealloc.staging
+        source, is_one = sources[0], len(sources) == sizes.in_order[1] == 1
+        # One tensor, one sample: [1, S, h, D] already has the buffer's order of bytes.
+        if is_one and isinstance(source, torch.Tensor) and source.is_contiguous():
+            packed = source
         else:
-            channel, staging = self._acquire_slot(outs[0], sizes.in_order)
-        tensors = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
-        dense = [x for x in tensors if x is not None]
-        geometry = self._rank, self._slices, self._heads
-        out_strides = strided(outs)
-        # A sum that is still partial results is summed into the buffer: written once, not twice.
-        if len(dense) < len(tensors):
-            own_outs = [x[self._rank] for x in self._by_rank(outs)]
-            tensors_to_send = list(map(SendTensor, map(one_piece, sources), own_outs))
-            own_tokens = own_in_order(self._slices, self._rank)
-            pack_for_send(staging.tensor[None], own_tokens, sizes.shapes, tensors_to_send)
-        else:
-            written = prealloc is not None and prealloc.already_written(dense)
-            plan = plan_to_sequence(*geometry, strided(dense), out_strides)
-            plan.pack(staging.tensor, dense, outs, already_packed=written)
-        recvs = [
-            RecvSpec(peer, outs[i], offset, row_stride, view)
-            for peer, i, offset, row_stride, view in recvs_to_sequence(*geometry, out_strides)
-        ]
-        channel.post(staging.tensor, self._sends_to_sequence, recvs, overlapped=overlapped)
-        return PendingExchange(tuple, channel)
-
-    def staging_bytes(self, tokens: int, batch: int, dims: Sequence[int], itemsize: int) -> int:
-        """Staging memory of one copy-engine exchange, in bytes; ``tokens``: of the largest rank."""
-        if not self._copies:
-            return 0
-        heads = [row.num_heads for row in self._heads]
-        features = sum([count * dim for count, dim in zip(heads, dims, strict=True)])
-        return self._ranks * tokens * batch * features * itemsize
-
-    def _acquire_slot(
-        self, like: torch.Tensor, shape: tuple[int, ...]
-    ) -> tuple[Channel, StagingBuffer]:
-        channel = self._mesh.channel("all_to_all", self._copies)
-        return channel, channel.acquire_staging(shape, like, like.dtype)
+            order = sizes.in_order
+            staging = prealloc.staging if prealloc else StagingBuffer(outs[0].new_empty(order))
+            packed, views = staging.tensor, staging.views(sizes.shapes, tokens_first=True)
+            for view, source in zip(views, sources, strict=True):
+                copy_or_sum_into(view, source)  # torch copies no tensor to itself
+        received = packed.new_empty(sizes.by_rank)
+        unpack = partial(_write_received, self._by_rank(outs), received, sizes.shapes)
+        return PendingExchange(unpack, post(packed, received, sizes.shares, sizes.pieces))
 
     def _by_rank(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each rank's heads of these ``[B, s, H, D]``: views ``[ranks, s, B, h, D]``."""
@@ -398,6 +326,87 @@ class UniformAllToAll:
             size, stride, offset = heads_by_rank(self._ranks, heads, x.shape, x.stride())
             views.append(x.as_strided(size, stride, x.storage_offset() + offset))
         return views
+
+
+class CopyEngineAllToAll(UniformAllToAll):
+    """The same exchanges by copy engines, of slices in any order; ``post`` is not called."""
+
+    def __init__(
+        self, mesh: SequenceMesh, slices: TokenSlices, ranges: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        super().__init__(mesh, slices, ranges)
+        peers = next_ranks(self._rank, self._ranks)
+        self._sends_to_heads = [SendSlice(peer, peer, peer + 1) for peer in peers]
+        self._sends_to_sequence = [
+            SendSlice(peer, start, stop)
+            for peer in peers
+            for start, stop, _ in slices.by_rank[peer]
+        ]
+
+    def post_to_heads(
+        self, tensors: Sequence[torch.Tensor], post: PostAllToAll, *, overlapped: bool = True
+    ) -> PendingExchange:
+        sizes, plan, places = plan_to_heads(
+            *self._geometry, *[(x.shape, x.stride()) for x in tensors]
+        )
+        received = tensors[0].new_empty(sizes.in_order)
+        channel, staging = self._acquire_slot(received, sizes.by_rank)
+        plan.pack(staging.tensor, tensors, (received,) * len(tensors))
+        recvs = [RecvSpec(peer, received, offset, 0, view) for peer, offset, view in places]
+        channel.post(staging.tensor, self._sends_to_heads, recvs, overlapped=overlapped)
+        unpack = partial(split_features, received, sizes.shapes, tokens_first=True)
+        return PendingExchange(unpack, channel)
+
+    def preallocate_send(self, like: torch.Tensor, sizes: Sequence[torch.Size]) -> PreallocatedSend:
+        exchanged = buffer_sizes(self._slices, self._heads, *sizes)
+        channel, staging = self._acquire_slot(like, exchanged.in_order)
+        views = staging.views(exchanged.shapes, tokens_first=True)
+        return PreallocatedSend(channel, staging, views)
+
+    def post_to_sequence(
+        self,
+        sources: Sequence[torch.Tensor | DeferredSum],
+        outs: Sequence[torch.Tensor],
+        post: PostAllToAll,
+        prealloc: PreallocatedSend | None = None,
+        *,
+        overlapped: bool = True,
+    ) -> PendingExchange:
+        sizes = buffer_sizes(self._slices, self._heads, *map(_SHAPE, outs))
+        if prealloc is not None and prealloc.channel is not None:
+            channel, staging = prealloc.channel, prealloc.staging
+        else:
+            channel, staging = self._acquire_slot(outs[0], sizes.in_order)
+        tensors = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
+        dense = [x for x in tensors if x is not None]
+        of_outs = strided(outs)
+        # A sum that is still partial results is summed into the buffer: written once, not twice.
+        if len(dense) < len(tensors):
+            own_outs = [x[self._rank] for x in self._by_rank(outs)]
+            tensors_to_send = list(map(SendTensor, map(one_piece, sources), own_outs))
+            own_tokens = own_in_order(self._slices, self._rank)
+            pack_for_send(staging.tensor[None], own_tokens, sizes.shapes, tensors_to_send)
+        else:
+            written = prealloc is not None and prealloc.already_written(dense)
+            plan = plan_to_sequence(*self._geometry, strided(dense), of_outs)
+            plan.pack(staging.tensor, dense, outs, already_packed=written)
+        recvs = [
+            RecvSpec(peer, outs[i], offset, row_stride, view)
+            for peer, i, offset, row_stride, view in recvs_to_sequence(*self._geometry, of_outs)
+        ]
+        channel.post(staging.tensor, self._sends_to_sequence, recvs, overlapped=overlapped)
+        return PendingExchange(tuple, channel)
+
+    def staging_bytes(self, tokens: int, batch: int, dims: Sequence[int], itemsize: int) -> int:
+        """Staging memory of one exchange, in bytes; ``tokens``: of the largest rank."""
+        features = sum([x.num_heads * dim for x, dim in zip(self._heads, dims, strict=True)])
+        return self._ranks * tokens * batch * features * itemsize
+
+    def _acquire_slot(
+        self, like: torch.Tensor, shape: tuple[int, ...]
+    ) -> tuple[Channel, StagingBuffer]:
+        channel = self._mesh.channel("all_to_all", True)
+        return channel, channel.acquire_staging(shape, like, like.dtype)
 
 
 def _write_received(
