@@ -15,14 +15,16 @@ from ds_usp.comm.mesh import SequenceMesh
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.state_chains import Piece
 from ds_usp.recurrence import kernels
-from ds_usp.recurrence.scan import PieceMap, PieceMaps, Recurrence, affine_scan, no_autocast
+from ds_usp.recurrence.scan import (
+    PieceMap,
+    PieceMaps,
+    Recurrence,
+    affine_scan,
+    no_autocast,
+    state_dtype,
+)
 
 Kernel = Callable[..., Any]
-
-
-def state_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of states and decays: fp32, fp64 for fp64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # Delta rules: a matrix A. One run with the values [v | 0] and the state [0 | I] gives [o_0 | R] and
@@ -125,7 +127,7 @@ def mamba2(
 
     def run(tensors: list[torch.Tensor], pieces: Sequence[Piece]) -> PieceMaps:
         x, dt, B, C, A, *bias = tensors
-        options["dt_bias"] = dt_bias = bias[0] if bias else None
+        dt_bias = bias[0] if bias else None
         lengths = [piece.length for piece in pieces]
         states: list[torch.Tensor | None] = [None] * len(pieces)
         transitions: list[torch.Tensor | None] = [None] * len(pieces)
@@ -149,7 +151,7 @@ def mamba2(
             tokens = [sum(lengths[a:b]) for a, b in calls]
             split = zip(*(t.split(tokens, 1) for t in (x, dt, B, C)), strict=True)
             for (first, stop), (x_, dt_, B_, C_) in zip(calls, split, strict=True):
-                arguments = {"initial_states": incoming[first], **options}
+                arguments = {"initial_states": incoming[first], "dt_bias": dt_bias, **options}
                 if stop - first > 1:
                     documents = tuple(lengths[first:stop])
                     arguments["seq_idx"] = kernels.numbers_of(documents, len(x_), x_.device)

@@ -164,10 +164,8 @@ def affine_scan(
 
     maps = call.begin(compute)
     local_pieces = call.chains.by_rank[mesh.rank]
-    wide = any(x.dtype == torch.float64 for x in tensors)
     with no_autocast(tensors[0].device):
-        dtype = torch.float64 if wide else torch.float32
-        transfer = Transfer(recurrence, call, call.chains, dtype)
+        transfer = Transfer(recurrence, call, call.chains, state_dtype(*tensors))
         states = transfer.states(local_pieces, maps)
     with mesh.consistency.raising_everywhere():
         out = maps.finish([states.get(piece) for piece in local_pieces])
@@ -265,6 +263,12 @@ def _check_maps(recurrence: Recurrence, maps: PieceMaps, call: ExchangeCall) -> 
                     "parameters that it depends on as tensors, with None in dims. Ranks that send "
                     "no state would not know of the backward pass"
                 )
+
+
+def state_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype of states and decays, in pieces and between ranks: fp64 if any of the
+    tensors is, else fp32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:

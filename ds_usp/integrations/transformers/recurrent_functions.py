@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ds_usp.errors import UnsupportedAttentionError
 from ds_usp.recurrence.conv import causal_conv
-from ds_usp.recurrence.recurrences import delta_rule, lightning, mamba1, mamba2, rg_lru, state_dtype
+from ds_usp.recurrence.recurrences import delta_rule, lightning, mamba1, mamba2, rg_lru
+from ds_usp.recurrence.scan import state_dtype
 
 # Types of text configurations that are served. By their names, as no flag shows them: zaya has the
 # kinds of layers and the flags of a served type, and mixes tokens in its projections.
