@@ -24,7 +24,6 @@ _PLANNER: Mapping[str, str] = MappingProxyType(
         "plan": "the fastest parallel configurations that fit",
         "memory": "bytes that one GPU needs",
         "max-length": "the longest sequence that fits (also: longest)",
-        "comm": "bytes that attention sends",
     }
 )
 

@@ -45,7 +45,7 @@ MODULES = {
 TRAINER = "examples_deepspeed/sequence_parallel/pretrain_gpt_usp.py"
 COMMANDS = (
     *(f"ds-usp {name}" for name in ("", "env", "verify", "report-communication")),
-    *(f"ds-usp {name}" for name in ("plan", "memory", "max-length", "comm")),
+    *(f"ds-usp {name}" for name in ("plan", "memory", "max-length")),
     "python -m ds_usp.integrations.transformers",
     "python -m megatron_patches",
     f"python {TRAINER}",

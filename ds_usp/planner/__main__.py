@@ -1,4 +1,4 @@
-"""``ds-usp``, ``python -m ds_usp.planner``: memory, max-length, plan, comm."""
+"""``ds-usp``, ``python -m ds_usp.planner``: memory, max-length, plan."""
 
 from __future__ import annotations
 

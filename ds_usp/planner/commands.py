@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_usp.errors import ConfigError
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER, KINDS, ORDERS
 from ds_usp.planner import report
 from ds_usp.planner.answer import answer, answer_json, answer_text
 from ds_usp.planner.arguments import (
@@ -46,38 +45,18 @@ from ds_usp.planner.parallel_config import (
 )
 from ds_usp.planner.report import ClusterFlags, Command, Result
 from ds_usp.planner.search import AXES, GIB, search
-from ds_usp.planner.traffic import attention_bytes, recurrent_bytes
 
 _MEMORY_GIB = "of a GPU, as the device says; a plan fills 96 %% of it (default: the cluster's)"
-_MOST_ROWS = 2**12  # of ranks, each compared with all others
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelFlags:
-    model: str = flag("built-in name, FILE.json:NAME, HuggingFace config.json")
+    model: str = flag("built-in name, id on the hub, or a config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SequenceFlags(_ModelFlags):
     seq_len: int = flag(f"of one sequence, {TOKENS}", type=tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DegreeFlags:
-    """The parallel degrees of one configuration, its micro batch and ZeRO stage."""
-
-    tp: Gpus | None = flag("tensor-parallel degree (default: 1)", None)
-    ulysses: Gpus | None = flag("Ulysses degree (default: 1)", None)
-    ring: Gpus | None = flag("ring degree (default: 1)", None)
-    pp: Gpus | None = flag("pipeline-parallel degree (default: 1)", None)
-    dp: Gpus | None = flag("data-parallel degree (default: what --gpus leaves, else 1)", None)
-    micro_batch: Count = flag("sequences of a replica at a time", 1)
-    zero: ZeroStage = flag("ZeRO stage", 1)
-
-    def parallel_config(self, **settings: Any) -> ParallelConfig:
-        known = {f.name for f in fields(ParallelConfig)}
-        stated = {k: v for k, v in vars(self).items() if k in known and v is not None}
-        return ParallelConfig(**{**stated, **settings})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +76,16 @@ class _FusionFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainingFlags(_FusionFlags, _DegreeFlags, ClusterFlags):
-    """One training configuration: degrees, pipeline schedule, gradient dtype and workspace."""
+class _TrainingFlags(_FusionFlags, ClusterFlags):
+    """One training configuration: degrees, ZeRO stage, pipeline, gradient dtype and workspace."""
 
+    tp: Gpus | None = flag("tensor-parallel degree (default: 1)", None)
+    ulysses: Gpus | None = flag("Ulysses degree (default: 1)", None)
+    ring: Gpus | None = flag("ring degree (default: 1)", None)
+    pp: Gpus | None = flag("pipeline-parallel degree (default: 1)", None)
+    dp: Gpus | None = flag("data-parallel degree (default: what --gpus leaves, else 1)", None)
+    micro_batch: Count = flag("sequences of a replica at a time", 1)
+    zero: ZeroStage = flag("ZeRO stage", 1)
     gpus: Gpus | None = flag("GPUs of all nodes; what the degrees leave is dp", None)
     layers_per_virtual_stage: CountOrZero = flag("layers; 0: all of a stage", 0)
     schedule: str = flag("of the pipeline", "1f1b", choices=SCHEDULES)
@@ -117,12 +103,10 @@ class _TrainingFlags(_FusionFlags, _DegreeFlags, ClusterFlags):
         Raises:
             ConfigError: GPUs that are no multiple of the degrees.
         """
-        given = {
-            "grad_bytes": BYTES[self.grad_dtype],
-            **self.fused(),
-            "tp_sequence": not self.no_tp_sequence_parallel,
-        }
-        config = self.parallel_config(**{**given, "dp": 1, **settings})
+        known = {f.name for f in fields(ParallelConfig)}
+        stated = {k: v for k, v in vars(self).items() if k in known and v is not None}
+        stated |= {"grad_bytes": BYTES[self.grad_dtype], **self.fused(), "dp": 1, **settings}
+        config = ParallelConfig(**stated, tp_sequence=not self.no_tp_sequence_parallel)
         if self.gpus and self.gpus % config.gpus:
             raise ConfigError(
                 f"--gpus {self.gpus} is not a multiple of tp {config.tp} x ulysses "
@@ -290,54 +274,11 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
         return Result(content, [name, *answer_text(told, self.top, alone)], status)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommCommand(_DegreeFlags, _SequenceFlags, Command):
-    """bytes that attention sends, as a rank's ledger counts"""
-
-    layout: str = flag("which rank holds which token", "zigzag", choices=KINDS)
-    order: str = flag("whose ranks are contiguous", DEFAULT_SP_ORDER, choices=ORDERS)
-    dtype: str = flag("of q, k, v", "bf16", choices=DTYPES)
-    gradient_dtype: str | None = flag(
-        "of the ring's gradients (default: dtype)", None, choices=DTYPES
-    )
-
-    def result(self) -> Result:
-        """The bytes that each sequence-parallel rank sends in one layer."""
-        config = self.parallel_config(param_bytes=BYTES[self.dtype])
-        if config.sp > _MOST_ROWS:
-            raise ConfigError(
-                f"ulysses {config.ulysses} x ring {config.ring} are {config.sp:,} ranks, and each "
-                f"has a row: at most {_MOST_ROWS:,}"
-            )
-        model, batch = load_model(self.model), config.dp * config.micro_batch
-        work = Workload(model, self.seq_len, batch)
-        require_feasible(work, config)
-        ranks = [
-            attention_bytes(
-                work,
-                config,
-                rank,
-                self.layout,
-                gradient_bytes=BYTES[self.gradient_dtype or self.dtype],
-            )
-            for rank in range(config.sp)
-        ]
-        mixer = next(filter(None, (part.recurrent for part in model.parts)), None)
-        states = [
-            recurrent_bytes(work, config, rank, self.layout, mixer)
-            for rank in range(config.sp)
-            if mixer
-        ]
-        content = report.comm_json(work, config, ranks, states)
-        return Result(content, report.comm_text(content))
-
-
 COMMANDS: Mapping[str, type[Command]] = MappingProxyType(
     {
         "memory": MemoryCommand,
         "max-length": MaxLengthCommand,
         "plan": PlanCommand,
-        "comm": CommCommand,
     }
 )
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({"max-length": ("longest",)})

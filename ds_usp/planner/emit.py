@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import zero_refusal
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
@@ -25,11 +24,6 @@ def emit(engine: str, work: Workload, config: ParallelConfig) -> str:
     Raises:
         ConfigError: a plan or a model that the program's settings cannot state.
     """
-    if min(config.ulysses, config.ring) > 1 and config.order != DEFAULT_SP_ORDER:
-        raise ConfigError(
-            f"{engine} lays ulysses and ring out as {DEFAULT_SP_ORDER} and has no switch for "
-            f"{config.order}"
-        )
     return _EMITTERS[engine](work, config)
 
 

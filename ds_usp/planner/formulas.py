@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.state_chains import StateChains, state_chains
+from ds_usp.geometry.state_chains import state_chains
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster, interpolate_curve
 from ds_usp.planner.models import ModelShape, RecurrentMixer, layer_matrices
 from ds_usp.planner.parallel_config import CHECKPOINTED, ParallelConfig, Workload
@@ -228,7 +228,7 @@ def chain_traffic(work: Workload, config: ParallelConfig) -> ChainTraffic:
     """The mean over ranks of :meth:`StateChains.sent_bytes` and ``halo_bytes``; the latter as if no
     piece were shorter than a halo."""
     mixer, rows = work.model.recurrent, config.micro_batch
-    tokens = TokenLayout("zigzag", work.seq_len, config.ulysses, config.ring, config.order)
+    tokens = TokenLayout("zigzag", work.seq_len, config.ulysses, config.ring)
     if mixer is None or config.sp == 1:
         return ChainTraffic()
     return _chain_traffic(tokens, work.document_lengths, rows, mixer, config.param_bytes)
@@ -242,7 +242,8 @@ def _chain_traffic(
     mixer: RecurrentMixer,
     element: int,
 ) -> ChainTraffic:
-    chains, ranks = document_chains(tokens, document_lengths, rows), tokens.degree
+    borders = (tuple(accumulate(document_lengths, initial=0)),) if document_lengths else ()
+    chains, ranks = state_chains(tokens, borders, rows), tokens.degree  # rows are packed alike
     width, state, decay = max(mixer.taps - 1, 0), mixer.state_elements, mixer.decay_elements
     moves = [move for moves in chains.rounds for move in moves if move.crosses]
     sent = sum(state + decay * move.transition for move in moves)
@@ -256,14 +257,6 @@ def _chain_traffic(
     states = STATE_BYTES * rows / ranks
     halo_bytes = rows * halo * mixer.channels * element / ranks
     return ChainTraffic(states * sent, halo_bytes, states * (sent + own), len(chains.rounds))
-
-
-def document_chains(
-    tokens: TokenLayout, document_lengths: tuple[int, ...], rows: int
-) -> StateChains:
-    """The state chains of rows that are packed alike."""
-    borders = (tuple(accumulate(document_lengths, initial=0)),) if document_lengths else ()
-    return state_chains(tokens, borders, rows)
 
 
 def layer_bytes(work: Workload, config: ParallelConfig) -> float:

@@ -372,23 +372,16 @@ def built_in(name: str) -> ModelShape | None:
 
 
 def load_model(name: str) -> ModelShape:
-    """A built-in name, ``FILE.json:NAME``, a file with one model, or a HuggingFace config.json.
+    """A built-in name, an id on the hub, a HuggingFace config.json or the folder of it.
 
-    A file of models maps names to the fields of :class:`ModelShape`, or lists such objects with
-    a ``name``; HuggingFace's names of the fields are understood everywhere.
+    A file may have the fields of :class:`ModelShape` by their own names, too.
 
     Raises:
         ConfigError: no such name, or a file that describes no model.
     """
-    file, _, entry = name.rpartition(":")
-    path = Path(file)
-    if file.endswith(".json"):
-        if path.exists() or path.name != "models.json" or not built_in(entry):
-            return _from_file(path, entry)
-        name = entry
-    elif name.endswith(".json") or Path(name).is_dir():
-        path = Path(name)
-        return _from_file(path / "config.json" if path.is_dir() else path, "")
+    path = Path(name)
+    if name.endswith(".json") or path.is_dir():
+        return _from_file(path / "config.json" if path.is_dir() else path)
     model = built_in(name)
     if model is None and (name.count("/") > 1 or name.startswith((".", "~"))):
         raise ConfigError(f"there is no folder {name} with a config.json")
@@ -406,33 +399,9 @@ def load_model(name: str) -> ModelShape:
     return model
 
 
-def _from_file(path: Path, name: str) -> ModelShape:
-    content = read_json(path, "model")
-    entries = _entries(content)
-    if entries is None:
-        if name:
-            raise ConfigError(f"{path} describes one model; leave out ':{name}'")
-        return _shape(path.stem if path.stem != "config" else path.parent.name, content, path)
-    if not name and len(entries) == 1:
-        name = next(iter(entries))
-    keys = {key.lower(): key for key in entries}
-    if name.lower() not in keys:
-        raise ConfigError(f"{path} has no model {name!r}; it has {', '.join(entries)}")
-    key = keys[name.lower()]
-    return _shape(key, entries[key], path)
-
-
-def _entries(content: Any) -> dict[str, Any] | None:
-    """The models of a file by name; None if the file is one model."""
-    if isinstance(content, Mapping) and isinstance(content.get("models"), (Mapping, list)):
-        content = content["models"]
-    if isinstance(content, list):
-        objects = [entry for entry in content if isinstance(entry, Mapping)]
-        return {str(x.get("name", x.get("model"))): x for x in objects} or None
-    values = content.values() if isinstance(content, Mapping) else ()
-    if values and all(isinstance(entry, Mapping) for entry in values):
-        return {str(name): entry for name, entry in content.items()}
-    return None
+def _from_file(path: Path) -> ModelShape:
+    name = path.stem if path.stem != "config" else path.parent.name
+    return _shape(name, read_json(path, "model"), path)
 
 
 # Field of ModelShape -> the names that files give it besides, HuggingFace's among them.

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import Degrees, Refusal, divisors, zero_refusal
-from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS
 from ds_usp.planner.arguments import (
     MOST_GPUS,
     Count,
@@ -85,7 +84,6 @@ class ParallelConfig:
     Args:
         tp, ulysses, ring, pp, dp: ranks along each axis; together all GPUs.
         layers_per_virtual_stage: layers of a pipeline chunk; 0: all of a stage.
-        order: which of ulysses and ring has contiguous ranks.
         zero: stage of ZeRO, over dp x ulysses x ring.
         micro_batch: sequences that a replica (dp) computes at a time.
         recompute: one of :data:`RECOMPUTE`. ``gemm-last``: norms and activation functions are
@@ -119,7 +117,6 @@ class ParallelConfig:
     pp: Gpus = 1
     dp: Gpus = 1
     layers_per_virtual_stage: int = 0
-    order: str = choice(ORDERS, DEFAULT_SP_ORDER)
     zero: ZeroStage = 1
     recompute: str = choice(RECOMPUTE, "none")
     micro_batch: Count = 1
@@ -146,7 +143,6 @@ class ParallelConfig:
             tp=self.tp,
             ulysses=self.ulysses,
             ring=self.ring,
-            order=self.order,
             micro_batch=self.micro_batch,
             param_bytes=self.param_bytes,
             recompute="attention" if exchanges_shards_again(self) else "none",

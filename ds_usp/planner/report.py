@@ -28,17 +28,10 @@ from ds_usp.planner.parallel_config import (
     length_options,
 )
 from ds_usp.planner.search import GIB, STATED_ERROR, Plan, SearchResult
-from ds_usp.planner.traffic import (
-    SentBytes,
-    layer_traffic,
-    stage_boundary_bytes,
-    step_traffic,
-)
 from ds_usp.settings import LENGTH_SETTINGS
 
 Json: TypeAlias = dict[str, Any]
 Cell: TypeAlias = "str | Callable[[Json], str]"
-MIB = 2**20
 DEFAULT_CLUSTER = "h100"
 
 _MEMORY_LEGEND = """\
@@ -313,71 +306,6 @@ def length_steps_text(
         f"that has {budget_bytes / GIB:.1f}, and {needs.host / GIB:.1f} GiB of host memory for "
         f"each GPU, which has {host / GIB:.1f}"
     )
-
-
-# ------------------------------------------------------------------ communication
-
-
-def comm_json(
-    work: Workload,
-    config: ParallelConfig,
-    ranks: Sequence[SentBytes],
-    states: Sequence[SentBytes],
-) -> Json:
-    """Bytes that attention sends by rank and layer, and layers that carry a state, exactly; of the
-    other axes in the mean."""
-    mean, step = layer_traffic(work, config), step_traffic(work, config)
-    rows, of_states = (
-        [
-            {
-                "rank": rank,
-                "forward_bytes": sent.forward,
-                "backward_bytes": sent.backward,
-                "ledger_bytes": sent.ledger(),
-                "total_bytes": sum(sent.ledger().values()),
-            }
-            for rank, sent in enumerate(each)
-        ]
-        for each in (ranks, states)
-    )
-    return {
-        "model": work.model.name,
-        "seq_len": work.seq_len,
-        **attributes(config, "tp ulysses ring"),
-        "ranks": rows,
-        **({"state_ranks": of_states} if states else {}),
-        "tp_forward_bytes": round(mean.tp_forward),
-        "tp_backward_bytes": round(mean.tp_backward),
-        "stage_boundary_bytes": round(stage_boundary_bytes(work, config)) if config.pp > 1 else 0,
-        "gradients_per_step_bytes": round(step.gradients),
-        "parameters_per_step_bytes": round(step.parameters),
-    }
-
-
-def _sent_table(rows: Sequence[Json]) -> Table:
-    """Tabulate what ranks send in MiB, a column for each kind and direction."""
-    columns = {
-        f"{short} {kind.replace('_', ' ')}": number(f"{way}_bytes.{kind}", MIB, 2)
-        for short, way in (("fwd", "forward"), ("bwd", "backward"))
-        for kind in rows[0][f"{way}_bytes"]
-    }
-    return Table(rows, {"rank": "{rank}", **columns, "all": number("total_bytes", MIB, 2)})
-
-
-def comm_text(content: Json) -> Iterator[object]:
-    """The tables of the bytes that attention sends, and layers that carry a state: a row for each
-    rank, in MiB."""
-    yield (
-        "{model}, {seq_len} tokens, tp {tp}, ulysses {ulysses} x ring {ring}: MiB that a rank "
-        "sends in one layer for one micro batch"
-    ).format_map(content)
-    yield _sent_table(content["ranks"])
-    if "state_ranks" in content:
-        yield "in one of the layers that carry a state instead"
-        yield _sent_table(content["state_ranks"])
-    if content["tp"] > 1:
-        forward, backward = content["tp_forward_bytes"] / MIB, content["tp_backward_bytes"] / MIB
-        yield f"tp: {forward:.2f} MiB forward, {backward:.2f} MiB backward"
 
 
 # ------------------------------------------------------------------ plans

@@ -1,5 +1,5 @@
 """Bytes that a rank sends, for every axis, and how long their exchange takes; attention's bytes are
-those of its ledger, to the byte.
+those that ledgers count, in the mean over ranks.
 
 Letters: x tokens of a micro batch, h hidden, q and k widths of queries and keys, t tp, u ulysses,
 r ring, e bytes of an element.
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from ds_usp.geometry.chunking import CallSize
 from ds_usp.geometry.heads import HeadSplit
@@ -20,156 +18,12 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.formulas import (
-    STATE_BYTES,
     attention_flop_per_token,
     chain_traffic,
-    document_chains,
     stage_elements,
 )
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.models import ModelShape, RecurrentMixer
-from ds_usp.planner.parallel_config import ParallelConfig, Workload, exchanges_shards_again
-
-
-class SentBytes(NamedTuple):
-    """Counts what one rank sends in one layer for one micro batch, by the ledger's kinds."""
-
-    forward: Mapping[str, int]
-    backward: Mapping[str, int]
-
-    def ledger(self) -> dict[str, int]:
-        """Forward and backward together, as ``SequenceMesh.ledger`` counts; no zeros."""
-        sums = {kind: self.forward.get(kind, 0) + sent for kind, sent in self.backward.items()}
-        return {kind: sent for kind, sent in sums.items() if sent}
-
-
-def attention_bytes(
-    work: Workload,
-    config: ParallelConfig,
-    rank: int,
-    layout: str = "zigzag",
-    mask: MaskSpec | None = None,
-    gradient_bytes: int = 0,
-) -> SentBytes:
-    """The bytes that one rank of the sequence-parallel group sends in a layer, as its ledger
-    counts.
-
-    Ulysses: q, k and v go to the ranks of their heads (a KV head to each of its users), the output
-    returns; gradients do the reverse, and with ``recompute="attention"`` q, k, v and the output go
-    to heads again with the output's gradient. Ring: keys and values go directly to the ranks whose
-    queries attend to them, forward and backward; their gradients return directly to the owner,
-    once.
-
-    Args:
-        rank: in the sequence-parallel group.
-        mask: that of the model's layers if None: causal, within their window.
-        gradient_bytes: of an element of the ring's gradients; 0: as the keys. Kernels that
-            return fp32 gradients send 4.
-    """
-    tokens = TokenLayout(layout, work.seq_len, config.ulysses, config.ring, config.order)
-    model = work.model
-    heads = HeadSplit(model.heads // config.tp, model.kv_heads // config.tp, config.ulysses)
-    ulysses_rank, ring_rank = tokens.coords(rank)
-    element = config.micro_batch * model.head_dim * config.param_bytes
-    to_heads, to_sequence, queries_to_heads, queries_to_sequence = _exchange(
-        tokens, heads, ulysses_rank, ring_rank
-    )
-    again = to_heads + queries_to_heads if exchanges_shards_again(config) else 0
-    ring = _ring_tokens(tokens, mask or layer_mask(model), ring_rank)
-    kv_begin, kv_end = heads.kv_range(ulysses_rank)
-    token = 2 * (kv_end - kv_begin) * config.micro_batch * model.head_dim
-    kv, dkv = token * config.param_bytes, token * (gradient_bytes or config.param_bytes)
-    return SentBytes(
-        {"all_to_all": (to_heads + queries_to_sequence) * element, "ring_kv": ring.sent * kv},
-        {
-            "all_to_all": (to_sequence + queries_to_heads + again) * element,
-            "ring_kv": ring.sent * kv,
-            "ring_dkv": ring.received * dkv,
-        },
-    )
-
-
-def layer_mask(model: ModelShape) -> MaskSpec:
-    """Return which tokens attend to each other in the layers of a model, which are alike."""
-    return MaskSpec.window(model.window - 1) if model.window else MaskSpec.causal()
-
-
-def recurrent_bytes(
-    work: Workload, config: ParallelConfig, rank: int, layout: str, mixer: RecurrentMixer
-) -> SentBytes:
-    """The bytes that one rank of the sequence-parallel group sends for a recurrent mixer, as its
-    ledger counts: of each piece the state and what acts on it, in fp32, to ranks with later pieces
-    of its document; the tokens before a piece; backward the gradients of what it has received.
-
-    Args:
-        rank: in the sequence-parallel group.
-
-    Raises:
-        LayoutError: a layout of tokens that do not follow each other.
-    """
-    tokens = TokenLayout(layout, work.seq_len, config.ulysses, config.ring, config.order)
-    chains = document_chains(tokens, work.document_lengths, config.micro_batch)
-    width = max(mixer.taps - 1, 0)
-    size, token = (mixer.state_elements, mixer.decay_elements), (mixer.channels, config.param_bytes)
-    passes = (
-        {
-            "states": chains.sent_bytes(rank, *size, STATE_BYTES, backward=backward),
-            "halo": chains.halo_bytes(rank, width, *token, backward=backward),
-        }
-        for backward in (False, True)
-    )
-    return SentBytes(*passes)
-
-
-def _exchange(
-    tokens: TokenLayout, heads: HeadSplit, ulysses_rank: int, ring_rank: int
-) -> tuple[int, int, int, int]:
-    """Head vectors sent to the other Ulysses ranks: q, k, v to heads; all to sequence; q; out."""
-    to_heads = to_sequence = queries_to_heads = queries_to_sequence = 0
-    local_tokens = tokens.length(tokens.sp_rank(ulysses_rank, ring_rank))
-
-    def local_heads(rank: int) -> tuple[int, int]:
-        spans = heads.query_range(rank), heads.kv_range(rank)
-        return spans[0][1] - spans[0][0], spans[1][1] - spans[1][0]
-
-    local_queries, local_kv = local_heads(ulysses_rank)
-    for peer in range(tokens.ulysses):
-        if peer == ulysses_rank:
-            continue
-        peer_tokens = tokens.length(tokens.sp_rank(peer, ring_rank))
-        peer_queries, peer_kv = local_heads(peer)
-        to_heads += local_tokens * (peer_queries + 2 * peer_kv)
-        queries_to_heads += local_tokens * peer_queries
-        to_sequence += peer_tokens * (local_queries + 2 * local_kv)
-        queries_to_sequence += peer_tokens * local_queries
-    return to_heads, to_sequence, queries_to_heads, queries_to_sequence
-
-
-class _RingTokens(NamedTuple):
-    """Tokens sent to other ring ranks and received from them."""
-
-    sent: int
-    received: int
-
-
-@lru_cache(maxsize=4096)
-def _ring_tokens(tokens: TokenLayout, mask: MaskSpec, ring_rank: int) -> _RingTokens:
-    """Tokens whose keys and values a ring rank sends and receives; in closed form for a zigzag."""
-    ring = tokens.ring
-    if ring == 1:
-        return _RingTokens(0, 0)
-    if tokens.kind == "zigzag" and mask.is_causal and tokens.seq_len % (2 * ring) == 0:
-        # Ranks after this one see its front chunk, ranks before it both.
-        chunk = tokens.seq_len // (2 * ring)
-        later, earlier = ring - 1 - ring_rank, ring_rank
-        return _RingTokens((later + 2 * earlier) * chunk, (earlier + 2 * later) * chunk)
-    steps = [x for x in ring_schedule(tokens, mask, ring_rank).steps if not x.is_local]
-    return _RingTokens(
-        sum(step.num_sent_tokens for step in steps), sum(step.num_kv_tokens for step in steps)
-    )
-
-
-# ------------------------------------------------------------------ in the mean over ranks
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +31,7 @@ class LayerBytes:
     """Bytes that a rank sends in one layer for one micro batch and one direction, mean over ranks;
     ``ulysses``, ``states`` and ``halo`` in either direction, the first of them twice in a backward
     pass that exchanges shards again. ``ring_busiest``: of one exchange of the ring, keys and values
-    or their gradients, by the rank that sends most of it."""
+    or, without a window, their gradients, by the rank that sends most of it."""
 
     tp_forward: float
     tp_backward: float
@@ -212,14 +66,20 @@ def layer_traffic(work: Workload, config: ParallelConfig) -> LayerBytes:
     busiest = (r - 1) / r * work.seq_len
     sent = 0.75 * busiest
     if model.window:
-        tokens = TokenLayout("zigzag", work.seq_len, 1, r)
-        every = [_ring_tokens(tokens, layer_mask(model), rank).sent for rank in range(r)]
+        every = _sent_in_a_window(model.window, TokenLayout("zigzag", work.seq_len, 1, r))
         sent, busiest = sum(every) / r, float(max(every))
     token = 2 * config.micro_batch * kv / u * e
     ring = sent * token
     states, halo, *_ = chain_traffic(work, config)
     tp_backward = tp * (1.5 if config.tp_sequence else 1.0)
     return LayerBytes(tp, tp_backward, ulysses, ring, 2 * ring, busiest * token, states, halo)
+
+
+@lru_cache(maxsize=4096)
+def _sent_in_a_window(window: int, tokens: TokenLayout) -> list[int]:
+    """Tokens whose keys and values each ring rank sends in layers with a sliding window."""
+    rings = (ring_schedule(tokens, MaskSpec.window(window - 1), r) for r in range(tokens.ring))
+    return [sum(step.num_sent_tokens for step in x.steps if not step.is_local) for x in rings]
 
 
 def kv_features(work: Workload, config: ParallelConfig) -> float:
@@ -329,7 +189,7 @@ class DomainTraffic:
 
 
 def group_of(config: ParallelConfig, axis: str) -> RankGroup:
-    """The group of an axis; ranks lie in the order tp, (ulysses, ring), dp, pp.
+    """The group of an axis; ranks lie in the order tp, ulysses, ring, dp, pp.
 
     Args:
         axis: tp | ulysses | ring | dp | pp, or ``zero``, which is dp x sp.
@@ -338,9 +198,10 @@ def group_of(config: ParallelConfig, axis: str) -> RankGroup:
         return RankGroup(config.tp, 1)
     if axis == "zero":
         return RankGroup(config.zero_ranks, config.tp)
-    if axis in ("ulysses", "ring"):  # the one that the order names first is inside of the other
-        inside = 1 if config.order.startswith(axis) else config.sp // getattr(config, axis)
-        return RankGroup(getattr(config, axis), config.tp * inside)
+    if axis == "ulysses":
+        return RankGroup(config.ulysses, config.tp)
+    if axis == "ring":
+        return RankGroup(config.ring, config.tp * config.ulysses)
     if axis == "dp":
         return RankGroup(config.dp, config.tp * config.sp)
     return RankGroup(config.pp, config.tp * config.sp * config.dp)

@@ -31,15 +31,15 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 def test_help_version_and_the_planner_start_without_torch():
     probe = (
         "import sys; from ds_usp.__main__ import main\n"
-        "comm = 'comm --model 7b --seq-len 8K'.split()\n"
-        "codes = [main(['--help']), main(['--version']), main(comm), main(['verfy'])]\n"
+        "memory = 'memory --model gpt-1.3b --seq-len 8K'.split()\n"
+        "codes = [main(['--help']), main(['--version']), main(memory), main(['verfy'])]\n"
         "print(codes, 'torch' in sys.modules)"
     )
     done = python("-c", probe)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 2] False"
     assert done.stderr.startswith("error: unknown command 'verfy' (did you mean verify?)")
-    for command in ("env", "verify", "plan", "memory", "max-length", "comm"):
+    for command in ("env", "verify", "plan", "memory", "max-length"):
         assert f"\n  {command} " in done.stdout
 
 

@@ -91,7 +91,7 @@ def test_a_token_multiplies_by_some_of_the_experts(name):
     assert held - active == pytest.approx(idle, rel=0.02)
 
 
-@pytest.mark.parametrize("given", ["65B", "models.json:65B", "Llama-65B", "LLAMA-65b"])
+@pytest.mark.parametrize("given", ["65B", "Llama-65B", "LLAMA-65b"])
 def test_names(given):
     assert load_model(given) is MODELS["llama-65b"]
 
@@ -128,20 +128,10 @@ def write(path: Path, content: object) -> str:
 ENTRY = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "vocab": 100}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"mine": ENTRY},
-        {"models": {"mine": ENTRY, "other": {}}},
-        [{"name": "mine", **ENTRY}],
-        {"models": [{"name": "mine", **ENTRY}, {"name": "other"}]},
-    ],
-)
-def test_a_file_of_models(tmp_path, content):
-    file = write(tmp_path / "models.json", content)
-    assert load_model(f"{file}:mine") == ModelShape("mine", 2, 64, 128, 4, 2, 100)
-    with pytest.raises(ConfigError, match="has no model 'yours'; it has mine"):
-        load_model(f"{file}:yours")
+def test_a_file_with_fields_of_ours(tmp_path):
+    assert load_model(write(tmp_path / "mine.json", ENTRY)) == ModelShape(
+        "mine", 2, 64, 128, 4, 2, 100
+    )
 
 
 LLAMA = {
@@ -397,7 +387,6 @@ def test_unreadable_files(tmp_path):
         (str(tmp_path / "broken.json"), "is not JSON"),
         ("none", "no model 'none'; there are llama-7b"),
         ("meta-llama/Lama-3.1-8B", "'meta-llama/Lama-3.1-8B'; did you mean llama3.1-8b or"),
-        (write(tmp_path / "config.json", LLAMA) + ":mine", "describes one model"),
     ):
         with pytest.raises(ConfigError, match=says):
             load_model(given)
