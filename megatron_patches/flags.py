@@ -90,9 +90,11 @@ class PlannedRun:
     overlap_gradients: bool = False
 
     def model_shape(self) -> ModelShape:
-        """The planner's :class:`ModelShape` of the program's arguments."""
+        """The planner's :class:`ModelShape` of the program's arguments. They are of a dense model:
+        programs refuse others before."""
         args = self.args
         vocab = getattr(args, "padded_vocab_size", None) or args.vocab_size or self.default_vocab
+        # The trainer has --disable-bias-linear as it stands, the frameworks as add_bias_linear.
         biases = not getattr(args, "disable_bias_linear", False)
         return ModelShape(
             name="this model",

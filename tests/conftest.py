@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # For what the tests start too: a thread of gloo that a message wakes takes no core from
         # the rank that sends it. That rank holds a lock, on which other threads of gloo spin until
         # it runs again: a fifth of the time of ranks that share two cores.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):  # where a container forbids it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Outcomes(config.getoption("--record")))
     if config.getoption("--write-durations"):

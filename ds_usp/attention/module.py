@@ -246,8 +246,8 @@ class USPAttention(torch.nn.Module):
             3-D (``h * d``) as the local attention returns.
 
         Under autocast query, key and value are cast to its dtype, as by torch's attention, before
-        they are exchanged; not where they have one dtype and the local attention is called, which
-        is under autocast itself.
+        they are exchanged. They are not where they have one dtype and the local attention is
+        called: it runs under autocast itself.
 
         Args:
             batch_dim_idx: dim of the batch; it may be left out where ``gather_idx`` was given. A
@@ -357,8 +357,8 @@ class USPAttention(torch.nn.Module):
             consistency, arguments = self.mesh.consistency, arguments._replace(args=plan.args)
             with consistency.raising_everywhere():
                 out, flat = self._attend_locally(q, k, v, plan.batch_second, plan.rotary, arguments)
-                returned = returned_text(out)
-            consistency.check_part(returned, wait=out.device.type == "cpu")
+                text = returned_text(out)
+            consistency.check_part(text, wait=out.device.type == "cpu")
             (out,) = exchange_heads(plan.call, call, False, out)
             out = out.flatten(2) if flat else out
         else:

@@ -476,7 +476,7 @@ class BackwardPass(Pass[BackwardChunk]):
 
     def _grad_buffers(self, chunk: BackwardChunk) -> GradBuffers | None:
         """Return the buffers that the first kernel call of a step writes its gradients into: a send
-        buffer if it has all KV tokens of the step. Those of other calls are added there."""
+        buffer if it has all KV tokens of the step. Gradients of later calls are added to that."""
         step = chunk.steps[chunk.step]
         if step.is_local:
             if chunk.staging is None:

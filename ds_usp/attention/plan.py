@@ -452,8 +452,9 @@ def _staging_bytes(
     backward: bool,
     saves_shards: bool,
 ) -> dict[str, int]:
-    """Bytes of one staging slot, by kind of exchange: the largest of a kind in either pass. The
-    same on every rank, as reserving is collective: all numbers of tokens are maxima over ranks.
+    """Bytes of one staging slot, by kind of exchange: the largest of a kind in either pass. Ranks
+    that exchange a kind reserve it together, of the same size: numbers of tokens are maxima over
+    ranks, and the ranks of a ring compute the same heads.
 
     Args:
         q, v: before the head exchange: ``[B, tokens of this rank, H, D]``, ``[B, ..., G, E]``.
@@ -462,21 +463,21 @@ def _staging_bytes(
     Returns:
         ``all_to_all``, with a ring ``ring_kv`` (a block of keys and values) and before a backward
         pass ``ring_dkv`` (its gradients); empty where exchanges go by NCCL. ``fused``: the largest
-        tensor, where FlashInfer's kernel carries one; a CUDA graph of the call, which takes copy
-        engines, finds their memory as well.
+        tensor, where FlashInfer's kernel carries one; ``all_to_all`` is reserved as well then, for
+        a CUDA graph of the call, which takes copy engines.
     """
     ring, schedules = ring_calls[0], [ring.schedule for ring in ring_calls]
     if not ring.use_copy_engines:
         return {}
     batch, dim, value_dim = q.shape[0], q.shape[3], v.shape[3]
-    acc_dtype = torch.promote_types(q.dtype, torch.float32).itemsize
+    acc_itemsize = torch.promote_types(q.dtype, torch.float32).itemsize
     itemsize, qkv_dims = q.element_size(), (dim, dim, value_dim)
 
     def all_to_all(chunk: ChunkExchanges) -> int:
         sizes = [
             chunk.qkv.staging_bytes(batch, qkv_dims[: len(chunk.qkv.ranges)], itemsize),
             chunk.out.staging_bytes(batch, (value_dim,), itemsize),
-            chunk.out.staging_bytes(batch, (1,), acc_dtype),  # the log-sum-exp
+            chunk.out.staging_bytes(batch, (1,), acc_itemsize),  # the log-sum-exp
         ]
         if backward and saves_shards:
             dims = *qkv_dims[: len(chunk.shards.ranges) - 2], value_dim, value_dim
@@ -488,7 +489,7 @@ def _staging_bytes(
         max(
             chunk.qkv.fused_bytes(batch, qkv_dims, itemsize),
             chunk.out.fused_bytes(batch, (value_dim,), itemsize),
-            chunk.out.fused_bytes(batch, (1,), acc_dtype),
+            chunk.out.fused_bytes(batch, (1,), acc_itemsize),
         )
         for chunk in chunks
     )
@@ -496,13 +497,13 @@ def _staging_bytes(
         sizes["fused"] = fused
     if ring.schedule.ring_degree > 1:
         heads_of_qkv = [chunk.qkv.local_heads for chunk in chunks if chunk.has_kv]
-        kv_heads = max(heads for _, heads, _ in heads_of_qkv)
+        kv_heads = max(k_heads for _q_heads, k_heads, _v_heads in heads_of_qkv)
         token_elements = batch * kv_heads * (dim + value_dim)  # keys and values of one token
-        sizes["ring_kv"] = ring.schedule.max_local_tokens * token_elements * q.element_size()
+        sizes["ring_kv"] = ring.schedule.max_local_tokens * token_elements * itemsize
         if not backward:
             return sizes
         tokens = ring.schedule.max_recv_tokens
-        if ring.kernel.caps.writes_grads_in_place:  # a rank's own gradients beside those that leave
+        if ring.kernel.caps.writes_grads_in_place:  # with those of local KV, in a merged step
             tokens = max(tokens, *(schedule.max_merged_tokens for schedule in schedules))
         grad_dtype = ring.kernel.caps.grad_dtype(q.dtype)
         sizes["ring_dkv"] = tokens * token_elements * grad_dtype.itemsize

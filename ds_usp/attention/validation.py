@@ -160,7 +160,7 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
     """The layout of ``x [b, s, ...]``; with equal shards where only a kind is given.
 
     Raises:
-        LayoutError: an unknown kind, or one that needs documents; no layout at all.
+        LayoutError: a kind that is unknown or needs documents; neither a layout nor a kind.
     """
     if isinstance(layout, TokenLayout):
         return layout
@@ -325,8 +325,8 @@ def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
     mesh."""
     if isinstance(layout, TokenLayout):
         degrees = mesh.ulysses_degree, mesh.ring_degree, mesh.order
-        documents = layout.documents, layout.parents
-        fits = TokenLayout(layout.kind, layout.seq_len, *degrees, *documents)
+        packing = layout.documents, layout.parents
+        fits = TokenLayout(layout.kind, layout.seq_len, *degrees, *packing)
         if layout != fits:
             raise LayoutError(f"layout {layout} is not for this mesh; for it: {fits}")
     elif layout not in KINDS:

@@ -199,7 +199,7 @@ def _compare_field(values: Sequence[str], ranks: list[list[int]]) -> str:
     """One field that differs: the words that all values share once, then each value with its
     ranks."""
     words = [value.split(" ") for value in values]
-    max_shared = min(map(len, words)) - 1  # a value is never empty
+    max_shared = min(map(len, words)) - 1  # each value keeps a word
     head = 0
     while head < max_shared and len({row[head] for row in words}) == 1:
         head += 1
@@ -207,7 +207,7 @@ def _compare_field(values: Sequence[str], ranks: list[list[int]]) -> str:
     while tail < max_shared - head and len({row[-1 - tail] for row in words}) == 1:
         tail += 1
     name = " ".join(words[0][:head] + words[0][len(words[0]) - tail :])
-    if any(bracket in name for bracket in "()[]{}"):
+    if any(bracket in name for bracket in "()[]{}"):  # what brackets hold is not cut apart
         name, head, tail = "", 0, 0
     ranks_by_value: dict[str, list[int]] = {}
     for row, group in zip(words, ranks, strict=True):

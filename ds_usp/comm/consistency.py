@@ -191,7 +191,7 @@ class _Call(NamedTuple):
     """A call on a GPU, whose numbers are still to be compared."""
 
     number: int
-    of: Signature
+    signature: Signature
     numbers: SharedNumbers
 
 
@@ -511,7 +511,7 @@ class ConsistencyChecker:
 
     def leave_forward_pass(self, name: str, error: BaseException | None) -> None:
         """Declare in the place of the next comparison that an error takes this rank out of a pass,
-        without waiting; nothing if all ranks raise, by the last comparison."""
+        without waiting; nothing where the others know: all raise, or it has declared so before."""
         with self._lock:
             already_known = self.ranks_know or self._has_left or self._failure is not None
             if self._transport is None or already_known:
@@ -761,5 +761,5 @@ def _difference(
     if kinds == {Kind.LEFT} and len(aborts) == 1:
         return None, False, []
     deferred = any(record.deferred for record in records)
-    error = mismatch_error(records, [f"call {call.number}: {call.of}" for call in others])
+    error = mismatch_error(records, [f"call {call.number}: {call.signature}" for call in others])
     return error, deferred or Kind.LEFT in kinds or len(aborts) > 1, others

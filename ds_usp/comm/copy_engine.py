@@ -128,11 +128,11 @@ class FlagOpBatch:
         kinds = driver().CUstreamBatchMemOpType
         params = [driver().CUstreamBatchMemOpParams() for _ in self._ops]
         for param, op in zip(params, self._ops, strict=True):
-            field = param.waitValue if op.is_wait else param.writeValue
+            fields = param.waitValue if op.is_wait else param.writeValue
             kind = "WAIT" if op.is_wait else "WRITE"
-            field.operation = getattr(kinds, f"CU_STREAM_MEM_OP_{kind}_VALUE_32")
-            field.address, field.value = op.address, driver().cuuint32_t(op.value)
-            field.flags = 0  # of a wait: CU_STREAM_WAIT_VALUE_GEQ
+            fields.operation = getattr(kinds, f"CU_STREAM_MEM_OP_{kind}_VALUE_32")
+            fields.address, fields.value = op.address, driver().cuuint32_t(op.value)
+            fields.flags = 0  # CU_STREAM_WAIT_VALUE_GEQ; of a write: after a memory barrier
         return params
 
 
@@ -254,8 +254,8 @@ def copy_engine_unavailable_reason(group: dist.ProcessGroup, nodes: Sequence[byt
 
 
 def peer_copy_unavailable_reason(ranks: int) -> str | None:
-    """The same of one process: why its GPU cannot copy from those of so many ranks, one a GPU of
-    this node."""
+    """Why this process's GPU cannot copy from those of ``ranks`` processes of this node, each with
+    a GPU of its own; None if it can."""
     if torch.cuda.device_count() < 1 or torch.version.cuda is None:
         return "no NVIDIA GPU"
     if torch.cuda.device_count() < ranks:

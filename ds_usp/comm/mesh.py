@@ -514,8 +514,8 @@ class SequenceMesh:
 
     def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
         """Reserve staging memory for exchanges of up to so many bytes a rank, by kind; for
-        ``fused`` of one tensor. Collective when it has to allocate; the ranks of a mesh ask for the
-        same sizes.
+        ``fused`` of one tensor. Where a kind has to be allocated it is a collective of the ranks
+        that exchange the kind, which ask for the same size.
 
         Args:
             device: this rank's GPU.
@@ -549,7 +549,7 @@ class SequenceMesh:
                 ) from error
 
     def needs_reserve(self, sizes: Mapping[str, int]) -> bool:
-        """Whether :meth:`reserve` would allocate for these sizes; the same on every rank."""
+        """Whether :meth:`reserve` would allocate for these sizes."""
         for kind, size in sizes.items():
             engine = self.copy_engines.get(kind)
             fits = engine is not None and engine.has_capacity(size)

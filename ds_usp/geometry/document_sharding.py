@@ -167,12 +167,12 @@ def _assign_zigzag(start: int, stop: int, loads: list[_RankLoad]) -> None:
         start += length
 
 
-def _group_small_documents(documents: tuple[int, ...], max_whole: int, ring: int) -> Iterator[Run]:
-    """Runs of documents of up to ``max_whole`` tokens, adjacent ones together while they are
-    few."""
-    max_group = -(-documents[-1] // (ring * _GROUPS_PER_RANK))
+def _group_small_documents(borders: tuple[int, ...], max_whole: int, ring: int) -> Iterator[Run]:
+    """Runs of the documents of up to ``max_whole`` tokens, adjacent ones together up to
+    ``max_group`` tokens."""
+    max_group = -(-borders[-1] // (ring * _GROUPS_PER_RANK))
     group: Run | None = None
-    for start, stop in pairwise(documents):
+    for start, stop in pairwise(borders):
         short = stop - start <= max_whole
         if group and not (short and stop - group[0] <= max_group):
             yield group
@@ -263,20 +263,20 @@ def rebalance_pair(
     return best
 
 
-def _merge_adjacent(documents: Sequence[int], runs: Sequence[Run]) -> list[Run]:
+def _merge_adjacent(borders: Sequence[int], runs: Sequence[Run]) -> list[Run]:
     """The runs in order; two that a split inside of a document made of one run are joined again."""
-    borders, merged = set(documents), list[Run]()
+    at_borders, merged = set(borders), list[Run]()
     for start, stop in sorted(runs):
-        if merged and merged[-1][1] == start and start not in borders:
+        if merged and merged[-1][1] == start and start not in at_borders:
             merged[-1] = merged[-1][0], stop
         else:
             merged.append((start, stop))
     return merged
 
 
-def _split_document_tokens(documents: Sequence[int], runs: Sequence[Run]) -> int:
+def _split_document_tokens(borders: Sequence[int], runs: Sequence[Run]) -> int:
     """Tokens in front of a split between these two ranks, which the one behind it needs."""
-    splits = {start for start, _ in runs} - set(documents)
+    splits = {start for start, _ in runs} - set(borders)
     return sum(stop - start for start, stop in runs if stop in splits)
 
 

@@ -498,7 +498,7 @@ def _format_area(area: Area) -> str:
 
 
 def _share_pairs(a: Area, b: Area) -> bool:
-    """Whether two areas without left bounds do."""
+    """Whether two areas without left bounds have a (query, key) pair in common."""
     rows = max(a.q_start, b.q_start), min(a.q_stop, b.q_stop)
     columns = max(a.k_start, b.k_start), min(a.k_stop, b.k_stop)
     bounds = [area.right for area in (a, b) if area.right is not None]

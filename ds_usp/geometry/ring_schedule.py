@@ -254,8 +254,8 @@ def _merged_local_step(
 
 
 def _max_merged_tokens(ring: Ring, offsets: Sequence[int], support: TileSupport) -> int:
-    """Most key tokens of such a step on any rank. An upper bound for documents, of which every
-    batch has others, and in large rings: every rank would plan for all too long."""
+    """Most key tokens of a merged step on any rank. With documents, which are others in each batch,
+    and in large rings, where planning for all ranks takes too long, an upper bound of it."""
     ranks = range(ring.degree)
     if ring.mask.documents or len(ranks) > _MAX_RING_PLANNED_FOR_ALL:
         return max(_num_recv_tokens(ring, rank, [*offsets, 0]) for rank in ranks)

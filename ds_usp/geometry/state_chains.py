@@ -373,23 +373,24 @@ def _chains_of_row(
             stop, piece_offset = min(last, end), skipped + offset + start - begin
             imports = start > first or parents[document] >= 0
             exports = stop < last or document in branching
-            place = Piece(
+            piece = Piece(
                 rank, row, document, start, stop, piece_offset, first, last, imports, exports
             )
-            chains[document].append(place)
+            chains[document].append(piece)
             start = stop
     return [tuple(chain) for chain in chains]
 
 
 def _direct(before: dict[Piece, tuple[Piece, ...]]) -> Iterator[Move]:
-    """Each piece's map to the last piece of every rank that has a later one."""
+    """Each piece's map once to every rank that folds it for a later piece, the last of which is the
+    move's target."""
     latest: dict[Piece, dict[int, Piece]] = {piece: {} for piece in before}
-    for piece, pieces in reversed(before.items()):
+    for piece, sources in reversed(before.items()):
         for last in latest[piece].values():
             yield Move(piece, last, piece.imports)
-        for x in pieces:
-            # What is visited first comes last.
-            latest[x] = {piece.rank: piece, **latest[piece], **latest[x]}
+        for source in sources:
+            # From the last piece to the first: an entry that is there already is of a later one.
+            latest[source] = {piece.rank: piece, **latest[piece], **latest[source]}
 
 
 def _sorted(moves: Iterator[Move] | list[Move]) -> Round:

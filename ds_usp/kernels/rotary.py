@@ -97,11 +97,11 @@ def _rotate(
     dtype = dtype or torch.promote_types(x.dtype, torch.float32)
     shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
     cos, sin = (table.to(dtype).view(*shape, table.shape[1]) for table in (cos, sin))
-    rotated, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
-    front, back = (rotated * sin if transposed else rotated).chunk(2, dim=-1)
+    features, passed = x[..., : cos.shape[-1]].to(dtype), x[..., cos.shape[-1] :]
+    front, back = (features * sin if transposed else features).chunk(2, dim=-1)
     halves = (back, -front) if transposed else (-back, front)
     swapped = torch.cat(halves, dim=-1)
-    rotated = rotated * cos + (swapped if transposed else swapped * sin)
+    rotated = features * cos + (swapped if transposed else swapped * sin)
     return torch.cat((rotated.to(x.dtype), passed), dim=-1)
 
 

@@ -129,7 +129,7 @@ class _Recompute:
         self._output: torch.Tensor | None = None
 
     def first_run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The output; of the saved tensors only the inputs stay."""
+        """Return the output; of the tensors that the producer saves, its inputs alone are kept."""
         before = RandomState.capture(inputs[0].device)
         with saved_tensors(self._pack_index, self._unpack_saved):
             output = self._producer(*inputs)
@@ -142,7 +142,7 @@ class _Recompute:
             raise RecomputeError(
                 f"{_name(self._producer)} returns its input: there is nothing to compute again"
             )
-        self._input_storages = set()
+        self._input_storages = set()  # numbers that later storages may have again
         self._output_view = StorageView.from_tensor(output)
         return output
 

@@ -93,7 +93,8 @@ class LayerMemory:
             ``checkpoint_layers`` above 1.
 
     Raises:
-        ConfigError: an unknown policy, or ``checkpoint_layers`` that it does not have.
+        ConfigError: an unknown policy; ``checkpoint_layers`` that is no whole number of 1 or more,
+            or above 1 where the policy checkpoints no layer.
     """
 
     recompute: str = "none"
@@ -111,14 +112,14 @@ class LayerMemory:
         count = self.checkpoint_layers
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"checkpoint_layers={count!r} must be a whole number of 1 or more")
-        if self.checkpoint_layers > 1:
+        if count > 1:
             if self.recompute not in GROUPED_RECOMPUTE:
                 raise ConfigError(
                     f"checkpoint_layers={self.checkpoint_layers} with recompute="
                     f"{self.recompute!r}: there are no checkpoints of layers to group. Use "
                     f"{' or '.join(GROUPED_RECOMPUTE)}"
                 )
-            groups = LayerGroups(self.checkpoint_layers, self.offload, self.random_tracker)
+            groups = LayerGroups(count, self.offload, self.random_tracker)
             object.__setattr__(self, "_groups", groups)
 
     def run(self, number: int, layer: Callable[..., Any], *inputs: Any) -> Any:

@@ -72,7 +72,8 @@ def cluster_of(
 def choose_ulysses(
     cluster: Cluster, work: Workload, framework: FrameworkCaps, config: ParallelConfig, gpus: int
 ) -> Choice:
-    """The ulysses x ring for a run: of those that are fast, the rule's.
+    """The Ulysses and ring degree that the search recommends for a run: of the plans within the
+    formulas' error of the fastest one, those of the first by ``preference`` of ``search.py``.
 
     Args:
         config: the other degrees, and the settings; what the degrees leave of ``gpus`` shares a
@@ -85,6 +86,7 @@ def choose_ulysses(
         return Choice(1, ("planner: ulysses 1 x ring 1, each rank has full sequences",))
     axes = ("tp", "pp", "dp", "recompute", "micro_batch", "zero")
     fixed: Mapping[str, object] = {axis: getattr(config, axis) for axis in axes}
+    # The run's own settings are kept: the search switches none on.
     framework = replace(
         framework,
         zero=(config.zero,),
@@ -99,6 +101,7 @@ def choose_ulysses(
             "taken without the planner"
         )
     best = result.plans[0]
+    # The fastest plan of each Ulysses x ring.
     pairs = [plan for (axis, _), plan in result.best_with.items() if axis == "split"]
     pairs.sort(key=lambda plan: plan.time.total)
     times = ", ".join(f"{p.config.ulysses} x {p.config.ring} {p.time.total:.3g} s" for p in pairs)

@@ -130,7 +130,8 @@ def _check_degrees(args: Any) -> None:
 
 
 def _settings(args: Any) -> Settings | None:
-    """How layers and groups are made; None where TransformerEngine has all of them."""
+    """Return the settings of USP attention; None where all layers have TransformerEngine's own
+    context parallelism."""
     usp = context_parallel_kind.uses_usp(args)
     if args.context_parallel_size > 1 and not usp:
         kinds = " ".join(args.cp_comm_type)
@@ -140,6 +141,7 @@ def _settings(args: Any) -> Settings | None:
             "Leave it out for USP",
         )
         return None
+    # One rank a sequence has USP attention only where recomputation keeps its results.
     everywhere = context_parallel_kind.attends_on_one_rank(args)
     if args.usp_kernel != "auto" and not usp and not everywhere:
         _print_once(

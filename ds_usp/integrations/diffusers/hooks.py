@@ -95,7 +95,7 @@ def check_heads(transformer: nn.Module, plan: Plan, ulysses: int, why: str = "")
     """UnsupportedAttentionError for fewer heads than Ulysses ranks.
 
     Args:
-        why: that many ranks share them, if not by the mesh alone.
+        why: what besides the mesh makes so many ranks share the heads, for the message.
     """
     for path in plan.attention:
         for module in modules_at(transformer, path):

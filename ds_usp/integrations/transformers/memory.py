@@ -235,10 +235,11 @@ def _other_than_tokenwise(mlp: nn.Module) -> str:
     if "forward" in mlp.__dict__:
         return "has a forward of its own already"
     for name, module in mlp.named_modules():
-        named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        kinds = {"parameter": module.named_parameters, "buffer": module.named_buffers}
+        named = [f"{kind} {key}" for kind, of in kinds.items() for key, _ in of(recurse=False)]
         if named and not isinstance(module, _TOKENWISE):
             owner = f"{name or 'itself'} ({type(module).__name__})"
-            return f"has the parameter {named[0][0]} in {owner}"
+            return f"has the {named[0]} in {owner}"
     return ""
 
 

@@ -663,7 +663,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             computed is None
             or loss.data_ptr() != computed.data_ptr()
             or loss.dtype != computed.dtype
-            or version_of(loss) > (of_routers is not None)
+            or version_of(loss) > int(of_routers is not None)  # that loss is one addition
         ):
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "
@@ -692,7 +692,7 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
         shape: rows and tokens of this rank.
 
     Raises:
-        UnsupportedAttentionError: which one.
+        UnsupportedAttentionError: there is such an output; the message names it.
     """
     for key in out.keys() - {"loss", "aux_loss"} - _WHOLE:
         value = out[key]
@@ -707,8 +707,8 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
         if not has_tokens and holds_tensor(value):
             raise UnsupportedAttentionError(
                 f"{model} returns {key}, which is not known to have a value for each of this "
-                f"rank's tokens {list(shape)} and may be made of single ones, of which each rank "
-                "has others (as a pooled output is of the first): use a model without it; "
+                f"rank's tokens {list(shape)} and may be computed from single tokens (as a pooled "
+                "output is from the first), which one rank has alone: use a model without it; "
                 f"{', '.join(sorted(_PER_TOKEN))} are served"
             )
 

@@ -233,6 +233,6 @@ def _run_over_mesh(
         raise ConfigError(f"{name} of a recurrent layer runs outside of the layer's forward")
     call.ran.add(name)
     shard = call.shard
-    documents = shard.packing.causal_mask
+    documents = shard.packing.causal_mask  # a mask, which has the parents of a tree too
     sharding = {"mesh": shard.call.mesh, "layout": shard.layout, "documents": documents}
     return function.run(sharding, original, *args, **kwargs)

@@ -100,29 +100,31 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
     accelerator = trainer.accelerator
     # TRL has seeded each rank with a number of its own, so that their completions differ.
     set_seed(trainer.args.seed + accelerator._usp_replicas.rank)
-    first_rank = BatchBroadcast(mesh.sp_group, "cpu")
+    broadcast = BatchBroadcast(mesh.sp_group, "cpu")
 
     def of_first_rank(name: str, make: Callable[[], Any]) -> Any:
+        """Call ``make`` on every rank, and return on every rank what it gave on the first."""
         with mesh.agreeing(name):
             value = make()
-            message = first_rank.pack(value) if mesh.rank == 0 else None
-        return first_rank.send(message)
+            message = broadcast.pack(value) if mesh.rank == 0 else None
+        return broadcast.send(message)
 
     def without_mesh(make: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that gives all ranks what the first makes with the model as it was."""
+        """Return ``make`` with the model as it was before it was enabled; all ranks get what the
+        first one's call returns."""
 
-        def made(*args: Any, **kwargs: Any) -> Any:
+        def run_and_share(*args: Any, **kwargs: Any) -> Any:
             enabled = find_enabled(trainer.model, find_model(trainer.model))
 
-            def whole() -> Any:
+            def run_paused() -> Any:
                 with enabled.paused() if enabled else nullcontext():
                     return make(*args, **kwargs)
 
-            # Also where ranks have drawn from the same state: sums of a GPU may differ in order,
-            # and an engine of vLLM has a seed of its own.
-            return of_first_rank("completions", whole)
+            # Sent even where all ranks draw from the same random state: sums of a GPU may differ in
+            # order, and an engine of vLLM has a seed of its own.
+            return of_first_rank("completions", run_paused)
 
-        return made
+        return run_and_share
 
     def once(reward: Callable[..., Any]) -> Callable[..., Any]:
         """Called on the first rank of a mesh: it may cost money, or draw numbers of its own."""

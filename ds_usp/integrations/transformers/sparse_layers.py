@@ -185,8 +185,8 @@ def _run_layer(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> Any:
-    kind, counts = type(layer).__name__, _is_any(type(layer), _COUNTS)
-    if usp is None or (position_ids is None and not counts):
+    kind, counts_tokens = type(layer).__name__, _is_any(type(layer), _COUNTS)
+    if usp is None or (position_ids is None and not counts_tokens):
         raise ConfigError(
             f"{kind} runs without a sharded batch, or without its positions. Call the model that "
             "was given to ds_usp.integrations.transformers.enable, not a part of it"
@@ -201,7 +201,7 @@ def _run_layer(
     kwargs["position_embeddings"] = position_embeddings
     if position_ids is not None:
         kwargs["position_ids"] = position_ids
-    chains = state_chains(layout, spec.documents, rows) if counts else None
+    chains = state_chains(layout, spec.documents, rows) if counts_tokens else None
     together = rows if chains is None else chains.rows_of_piece
     of_query = together * bytes_of_query(layer, layout.seq_len, hidden_states.element_size())
     chunks = number_of_chunks(query_chunks, layout, of_query)
@@ -347,8 +347,8 @@ def _pick_blocks(
 
 
 def _counts(usp: Shard, chains: StateChains, device: torch.device) -> Tensor:
-    """Return the count of each of this rank's tokens in its document, ``[1 or rows, tokens]``: what
-    its position is (``SparseLayers.check``), also of padding."""
+    """Return the index of each of this rank's tokens in its document, ``[1 or rows, tokens]``: the
+    only position that ``SparseLayers.check`` allows a token, and that padding gets as well."""
     counts = usp.masks.get("counts")
     if counts is None:
         pieces = chains.by_rank[usp.call.mesh.rank]
