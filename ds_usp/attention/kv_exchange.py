@@ -150,6 +150,19 @@ class KVExchange:
         return k, v
 
 
+# One ring step of two ranks. Rank 0 has the tokens a b, rank 1 has c d; each has computed with the
+# other's keys and values, and where KV is gathered with its own too, whose rows come last:
+#
+#                               rank 0                     rank 1
+#     dK, dV of the step        c d | a b                  a b | c d
+#     post  sends, staged       c d ------> to rank 1      a b ------> to rank 0
+#           receives, buffer    a b <------ from rank 1    c d <------ from rank 0
+#           adds to targets     a b, its own               c d, its own
+#     wait  adds to targets     a b, from the buffer       c d, from the buffer
+#
+# So a rank's targets become the gradients of its tokens. With more ranks the buffer has the rows of
+# all that computed with this rank's tokens (`grad_recvs`), for tokens that may be the same ones.
+#
 # Two exchanges at most have a receive buffer each, so that one kernel sums all that came, reading
 # the target once. With more, memory would grow with the ring: they share a buffer, and each is
 # summed before the next one is received into it.

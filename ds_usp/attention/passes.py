@@ -105,12 +105,26 @@ ChunkT = TypeVar("ChunkT", bound=ChunkState)
 #
 # Note [what is freed when]
 #
-#                    forward                               backward
-#   wait for heads   q, k, v: views of what was received   dout, likewise
-#   end of a chunk   KV receive buffers, staging of KV;    the same, and dout
-#                    q, k, v too if nothing is saved
-#   its return       its out and log-sum-exp               dq, buffers of dK/dV exchanges
+#   instruction             a chunk takes                   and lets go
+#   A2A_POST                exchange: what is sent
+#   A2A_WAIT, SLICE_HEADS   local_kv, q, accumulator        exchange
+#                backward   dout, dq, dkv; if not yet here
+#                           local_kv and saved
+#   RETURN_STAGE            staging
+#   KV_POST, the first      packed, kv_exchange
+#   KV_WAIT                 received_kv
+#   ATTN, a step's first    kv; backward step_grads
+#   DKV_POST                grad_exchange, unless a kernel  step_grads
+#                           wrote to its buffer before
+#   END                     result                          q, accumulator, all of KV
+#                backward                                   dout, saved, step_grads, all of KV
+#   RETURN_POST, LSE_POST   exchange                        result, at the last of the two
+#                backward   exchange                        dq, dkv, staging, grad_exchange
+#   STORE                                                   as RETURN_POST
+#   RETURN_WAIT, LSE_WAIT                                   exchange
 #
+# All of KV: kv, local_kv, received_kv, packed, kv_exchange. q, k, v and dout are views of what was
+# received, which forward lives on where the pass saves them.
 # A buffer may go as soon as the current stream has read it (a result that was packed) or waited for
 # the exchange that uses it: what is allocated in its place is written by later work of the same
 # stream. So a chunk holds everything that is in flight for it, and drops it after the wait. dq, dk
