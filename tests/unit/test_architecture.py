@@ -178,3 +178,30 @@ def test_packages_keep_to_their_budget_of_lines():
     for package, budget in budgets:
         lines = sum(file.text.count("\n") for file in project() if file.of(package))
         assert lines <= int(budget.replace(",", "")), (package, lines)
+
+
+HOT = [f"ds_usp/{name}" for name in ("attention", "comm", "kernels", "memory", "recurrence")]
+READS = {"item", "tolist", "cpu", "synchronize", "nonzero"}
+READ_AS_NUMBERS = re.compile(r"(bool|int|float)\(.*\.(any|all|max|min|sum)\(\)\)")
+
+
+def host_waits(node: ast.AST, function: str = "") -> Iterator[str]:
+    """Name the functions that read a tensor on the host, or wait for a GPU."""
+    for child in ast.iter_child_nodes(node):
+        inside = child.name if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else function
+        if isinstance(child, ast.Call):
+            reads = isinstance(child.func, ast.Attribute) and child.func.attr in READS
+            if reads or READ_AS_NUMBERS.fullmatch(ast.unparse(child)):
+                yield function
+        yield from host_waits(child, inside)
+
+
+def test_the_design_page_has_every_place_where_the_host_waits():
+    planted = source(
+        "a.py", "def f(x):\n    y = x.item()\ndef g(x):\n    return bool((x > 0).any())"
+    )
+    assert [*host_waits(planted.tree)] == ["f", "g"]
+    page = (ROOT / "docs" / "design" / "schedule.md").read_text(encoding="utf-8")
+    found = {(x.path, name) for x in project() if x.of(*HOT) for name in host_waits(x.tree)}
+    listed = re.findall(r"^\| `([\w/.]+): (\w+)` \|", page, re.MULTILINE)
+    assert found == {(f"ds_usp/{path}", name) for path, name in listed}
