@@ -77,10 +77,10 @@ def require_package(name: str, needed_by: str) -> None:
     """ModuleNotFoundError, in one line with the command that installs it, where a package of the
     extra of the same name is missing."""
     try:
-        found = find_spec(name) is not None
+        is_installed = find_spec(name) is not None
     except ValueError:  # a stand-in without a spec, as tests put into sys.modules
-        found = True
-    if not found:
+        is_installed = True
+    if not is_installed:
         raise ModuleNotFoundError(
             f"{needed_by} needs {name}, which is not installed: pip install 'ds-usp[{name}]'",
             name=name,

@@ -266,5 +266,5 @@ def expected_positions(
         return None
     shards = [torch.tensor_split(x, ulysses) for x in ring_tokens]
     if order == "ulysses-ring":  # Ulysses ranks are neighbours
-        return [shard for of_ring_rank in shards for shard in of_ring_rank]
+        return [shard for ring_shards in shards for shard in ring_shards]
     return [shards[r][u] for u in range(ulysses) for r in range(ring)]

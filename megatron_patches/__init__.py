@@ -77,11 +77,11 @@ def framework_of(path: Path) -> str:
     innermost = max(roots.values(), key=lambda root: len(root.parts))
     names = [name for name, root in roots.items() if root == innermost]
     if len(names) > 1:
-        both = " and of ".join(
+        titles = " and of ".join(
             f"{checkouts[name].name} ({', '.join(checkouts[name].markers)})" for name in names
         )
         raise ConfigError(
-            f"{innermost} is a checkout of {both} at once; give a clone of one of them alone"
+            f"{innermost} is a checkout of {titles} at once; give a clone of one of them alone"
         )
     return names[0]
 

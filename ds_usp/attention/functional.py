@@ -294,8 +294,8 @@ def _usp_attention(
     scores = options.scores if isinstance(options.scores, Scores) else PLAIN_SCORES
     inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
     if current_run() is not None:  # under keep_attention
-        of_call = {"mesh": same_ranks(options.mesh), "scores": scores.static_values}
-        key = options._asdict() | of_call
+        comparable = {"mesh": same_ranks(options.mesh), "scores": scores.static_values}
+        key = options._asdict() | comparable
         outputs = compute_or_replay(partial(_attend, options, True), inputs, key)
     else:
         outputs = _attend(options, False, *inputs)

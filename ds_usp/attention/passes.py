@@ -399,8 +399,8 @@ class BackwardPass(Pass[BackwardChunk]):
             q, k, v, self._out, *self._lse = saved
             self._shards = q, k, v
         else:
-            for chunk, of_chunk in zip(chunks, plan.unpack_saved(saved), strict=True):
-                chunk.saved, chunk.local_kv = of_chunk, (of_chunk.k, of_chunk.v)
+            for chunk, saved_chunk in zip(chunks, plan.unpack_saved(saved), strict=True):
+                chunk.saved, chunk.local_kv = saved_chunk, (saved_chunk.k, saved_chunk.v)
         super().__init__(plan, sinks, chunks, dout.device, plan.backward_exposed)
         self._dout, self._shapes = dout, shapes
         self._grads: Grads | None = None

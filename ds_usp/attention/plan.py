@@ -434,7 +434,7 @@ def _schedules(
     )
     schedules = {}
     for position in dict.fromkeys(resolved.chunk_positions):
-        forward, backward = (plan(position=of_pass) for of_pass in position)
+        forward, backward = (plan(position=pass_position) for pass_position in position)
         schedules[position] = replace(
             forward,
             backward_steps=backward.backward_steps,
@@ -514,8 +514,8 @@ def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
     """The message about causal work that the layout does not balance; None if it does."""
     ring = layout.ring
     # Not where the axes' order gives each ring rank early and late tokens.
-    in_pieces = ring > 1 and len(layout.ring_segments(ring - 1)) == 1
-    if layout.kind != TokenLayout.CALLERS_KIND or not mask.is_causal or not in_pieces:
+    one_run_each = ring > 1 and len(layout.ring_segments(ring - 1)) == 1
+    if layout.kind != TokenLayout.CALLERS_KIND or not mask.is_causal or not one_run_each:
         return None
     return (
         f"causal attention on a ring of {ring} ranks, whose layout is {layout.kind}: the last "

@@ -263,8 +263,8 @@ def limit(case: VerifyCase, measured: TensorErrors) -> float:
     if not measured.kernel_error <= _MAX_KERNEL_EPS * eps + _TANH * (case.softcap or 0.0):
         return 1e-30  # the kernel alone is wrong
     elements = case.batch * case.seq_len * case.kv_heads * case.head_dim
-    few = measured.name == "dsinks" or elements // (case.ulysses * case.ring) < _FEW_ELEMENTS
-    rounding = eps * (_FEW_ROUNDINGS_EPS if few else _ROUNDING_EPS)
+    has_few = measured.name == "dsinks" or elements // (case.ulysses * case.ring) < _FEW_ELEMENTS
+    rounding = eps * (_FEW_ROUNDINGS_EPS if has_few else _ROUNDING_EPS)
     least = _LSE_LIMIT if measured.name == "lse" else rounding
     return max(least, _MAX_RATIO * measured.kernel_error)
 
@@ -280,8 +280,8 @@ def judge(case: VerifyCase, errors: Sequence[TensorErrors], refusal: str = "") -
     worst = max(errors, key=lambda x: x.error)
     lines[0] += f"  largest error {worst.error:.2e} ({worst.name})"
     for x in errors if wrong else ():
-        alone, found = f"kernel alone {x.kernel_error:.2e}", "  WRONG" if x in wrong else ""
-        lines.append(f"    {x.name:8}{x.error:.2e}, {alone}, limit {limit(case, x):.2e}{found}")
+        alone, verdict = f"kernel alone {x.kernel_error:.2e}", "  WRONG" if x in wrong else ""
+        lines.append(f"    {x.name:8}{x.error:.2e}, {alone}, limit {limit(case, x):.2e}{verdict}")
     return code, "\n".join(lines)
 
 
@@ -331,8 +331,8 @@ def run_cases(
                 )
             rows = torch.as_tensor(layout.positions(mesh.rank), device=device)
             measured = _errors(case, results, dense, references[case.mask], tensors, rows)
-            of_ranks = zip(*_all_gather(measured, env), strict=True)
-            errors = [max(x, key=lambda y: y.error / limit(case, y)) for x in of_ranks]
+            rank_errors = zip(*_all_gather(measured, env), strict=True)
+            errors = [max(x, key=lambda y: y.error / limit(case, y)) for x in rank_errors]
         code, text = judge(case, errors, refusal)
         codes.append(code)
         if env.rank == 0:

@@ -176,7 +176,7 @@ class HeadAllToAll:
     def local_heads(self) -> tuple[int, ...]:
         """Heads of each tensor that this rank computes."""
         rank = self.mesh.ulysses_rank
-        return tuple(ranges[rank][1] - ranges[rank][0] for ranges in self.ranges)
+        return tuple(stop - first for first, stop in (ranges[rank] for ranges in self.ranges))
 
     def staging_bytes(self, batch: int, dims: Sequence[int], itemsize: int) -> int:
         """Staging memory in bytes of one copy-engine exchange of tensors of these head dims."""
@@ -334,4 +334,4 @@ def _is_uniform(ranges: HeadRanges) -> bool:
 
 
 def _overlap(ranges: HeadRanges) -> bool:
-    return any(first[1] > second[0] for first, second in pairwise(ranges))
+    return any(stop > first for (_, stop), (first, _) in pairwise(ranges))

@@ -264,12 +264,12 @@ class P2PChannel(Channel):
             why = "before the last one was waited for" if self.in_flight else "in a ring of one"
             raise MeshError(f"a {self._kind} exchange was posted {why}")
         slices, outs, sent_bytes, between_nodes = [], [], 0, 0
-        for to, start, stop in sends:
+        for peer, start, stop in sends:
             x = packed[start:stop]
-            slices.append((to, x))
+            slices.append((peer, x))
             size = x.numel() * x.element_size()
             sent_bytes += size
-            between_nodes += size if to in self._other_nodes else 0
+            between_nodes += size if peer in self._other_nodes else 0
         for recv in recvs:
             source, out, offset, _, view = recv
             out = out if view is None else view.of(out)
@@ -322,8 +322,8 @@ def _send_and_recv(
     recvs: Sequence[tuple[int, torch.Tensor]],
 ) -> list[dist.Work]:
     works = []
-    for to, x in sends:
-        works.append(group.send([x], to, 0))
+    for peer, x in sends:
+        works.append(group.send([x], peer, 0))
     for source, x in recvs:
         works.append(group.recv([x], source, 0))
     return works

@@ -119,13 +119,13 @@ class SharedNumbers:
         """Start the way of several to the host, behind the GPU's work, by one copy a stream."""
         names = "stream_id", "device_index", "device_type"
         for key in dict.fromkeys(x._stream for x in several):
-            of_stream, start = [x for x in several if x._stream == key], 0
+            stream_numbers, start = [x for x in several if x._stream == key], 0
             stream = torch.cuda.Stream(**dict(zip(names, key, strict=True))) if key else None
             with torch.cuda.stream(stream):
-                bits = torch.cat([x._bits for x in of_stream]).to("cpu", non_blocking=True)
-                of_stream[0]._arrival = stream.record_event() if stream else None  # read first
+                bits = torch.cat([x._bits for x in stream_numbers]).to("cpu", non_blocking=True)
+                stream_numbers[0]._arrival = stream.record_event() if stream else None  # read first
             host = bits.numpy().data
-            for x in of_stream:
+            for x in stream_numbers:
                 x._bits, x._host = bits, host[start : start + x._ends[-1]]
                 start += x._ends[-1]
 

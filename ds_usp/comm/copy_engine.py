@@ -650,8 +650,8 @@ class CopyEngineChannel(Channel):
         self._recvs = recvs
         readers: dict[int, None] = {}  # each once, in order
         rows = 0
-        for to, start, stop in sends:
-            readers[to] = None
+        for peer, start, stop in sends:
+            readers[peer] = None
             rows += stop - start
         sent_bytes = rows * packed.stride(0) * itemsize  # it is dense
         with exchange_range(self._kind, sent_bytes) if profiler_enabled() else NO_RANGE:

@@ -357,14 +357,14 @@ class SequenceMesh:
         refusal = grid_refusal(dist.get_process_group_ranks(sp_group), ulysses, order)
         check_same(sp_group, f"ulysses_degree {ulysses}, {order}", refusal)
         meshes, key = _meshes_over(sp_group), (ulysses, order)
-        made = meshes.get(key)
-        usable = made is not None and not made.consistency.has_failed
+        mesh = meshes.get(key)
+        usable = mesh is not None and not mesh.consistency.has_failed
         # All ranks must take it: a failure is not noticed by all at once.
         flags = all_gather_bytes(bytes([usable]), sp_group)
-        if made is None or flags.count(b"\1") < size:
+        if mesh is None or flags.count(b"\1") < size:
             align_group_counters(sp_group)
-            meshes[key] = made = cls._from_grid(sp_group, ulysses, size // ulysses, order)
-        return made
+            meshes[key] = mesh = cls._from_grid(sp_group, ulysses, size // ulysses, order)
+        return mesh
 
     @classmethod
     def from_device_mesh(
@@ -453,7 +453,7 @@ class SequenceMesh:
         grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order.split("-"))
         coords = grid.coords(rank)
         axes = {"ulysses": ("ulysses",), "ring": ("ring",), "sp": ("ulysses", "ring")}
-        members = {name: grid.group_of(rank, *over) for name, over in axes.items()}
+        members = {name: grid.group_of(rank, *names) for name, names in axes.items()}
         peers = {name: [ranks[i] for i in group_ranks] for name, group_ranks in members.items()}
         nodes = node_ids(group)
         # In a pure Ulysses mesh the user's group is the Ulysses group: a second communicator over

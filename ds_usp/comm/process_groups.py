@@ -66,12 +66,12 @@ def new_local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     # creates would have another name on each side, and both would wait. Our groups therefore bring
     # their own number, below zero, where torch has none, and leave torch's as it was.
     world = c10d._world
-    asked = world.group_count
+    before = world.group_count
     world.group_count = -1 - len(world.pg_names)
     try:
         return dist.new_group(ranks, use_local_synchronization=True, **options)
     finally:
-        world.group_count = asked
+        world.group_count = before
 
 
 def align_group_counters(group: dist.ProcessGroup) -> None:

@@ -69,15 +69,15 @@ class Readings:
         in_backward = torch._C._current_graph_task_id() != -1
         layer = next(calling_modules(), None)
         if in_backward:
-            kept = [x for x in reversed(self._records) if x.key == key and x.is_of(tensors)]
-            if kept:
-                return next((x for x in kept if x.has_read_for(layer)), kept[0]).reading
+            records = [x for x in reversed(self._records) if x.key == key and x.is_of(tensors)]
+            if records:
+                return next((x for x in records if x.has_read_for(layer)), records[0]).reading
             layer = None
         model = before = None
         if layer is not None:
             model = self._model_of(layer)
-            of_model = (x for x in reversed(self._records) if x.key == key and x.model() is model)
-            before = next(of_model, None)
+            matching = (x for x in reversed(self._records) if x.key == key and x.model() is model)
+            before = next(matching, None)
             if before is not None and before.goes_on(layer, tensors):
                 return before.reading
         record = _Record(key, tensors, model)  # what is written while it is read shows at a layer
@@ -118,8 +118,8 @@ def calling_code() -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
         if not frame.f_globals.get("__name__", "").startswith(_BETWEEN):
             variables = frame.f_locals
             for name in ("module", "self"):
-                if isinstance(found := variables.get(name), nn.Module):
-                    yield found, variables
+                if isinstance(module := variables.get(name), nn.Module):
+                    yield module, variables
                     break
         frame = frame.f_back
 

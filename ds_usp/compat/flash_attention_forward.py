@@ -344,16 +344,16 @@ class _FlashAttentionForward:
             _refuse(query_states, key_states, is_causal, dropout, sliding_window, deterministic)
             self._refuse_unknown(others)
             if self.tree is not None:
-                this = self._pass_of_tree(query_states, self.tree, position_ids)
-                this.check_padding(attention_mask)
+                pass_ = self._pass_of_tree(query_states, self.tree, position_ids)
+                pass_.check_padding(attention_mask)
             elif cu_seq_lens_q is not None or cu_seq_lens_k is not None:
                 lengths = cu_seq_lens_q, cu_seq_lens_k
-                this = self._pass_of_lengths(query_states, lengths, attention_mask, position_ids)
+                pass_ = self._pass_of_lengths(query_states, lengths, attention_mask, position_ids)
             elif position_ids is not None:
-                this = self._pass_of_positions(query_states, position_ids, attention_mask)
+                pass_ = self._pass_of_positions(query_states, position_ids, attention_mask)
             else:
-                this = self._pass_without_positions(query_states, is_causal, attention_mask)
-            mask = this.mask(is_causal, sliding_window)
+                pass_ = self._pass_without_positions(query_states, is_causal, attention_mask)
+            mask = pass_.mask(is_causal, sliding_window)
             scores = Scores(softcap or None, sinks=sinks)
         q, k, v = query_states, key_states, value_states
         if target_dtype is not None and q.dtype == torch.float32:
@@ -372,8 +372,8 @@ class _FlashAttentionForward:
             scores=scores,
             label="" if layer is None else f"layer {layer}",
         )
-        if this.real is not None:  # as transformers' own, which leaves padding out, fills with 0
-            out = out.masked_fill(~this.real[:, :, None, None], 0.0)
+        if pass_.real is not None:  # as transformers' own, which leaves padding out, fills with 0
+            out = out.masked_fill(~pass_.real[:, :, None, None], 0.0)
         return out
 
     # Models hand down whatever their forward() was given, and transformers' function ignores what
@@ -435,8 +435,8 @@ class _FlashAttentionForward:
         """Read documents from the lengths of queries and keys; positions must not contradict."""
         local, ranks = q.shape[1], self._mesh.sp_degree
         seq_len = local * ranks
-        lengths, of_keys, *positions = on_host(tensors)
-        if lengths.tolist() != of_keys.tolist():
+        lengths, kv_lengths, *positions = on_host(tensors)
+        if lengths.tolist() != kv_lengths.tolist():
             raise UnsupportedAttentionError(
                 "cu_seq_lens_q and cu_seq_lens_k differ: cross-attention, or a KV cache, is not "
                 "sharded here"
@@ -455,12 +455,12 @@ class _FlashAttentionForward:
             )
         documents = MaskSpec.causal(borders).documents
         layout = self._mesh.layout(self._layout, seq_len)
-        of_text = [x for x in positions if x.shape == (1, local)]
-        if of_text:
-            steps = _local_steps(of_text[0][0], layout, self._mesh.rank, documents[0])
+        text_positions = [x for x in positions if x.shape == (1, local)]
+        if text_positions:
+            steps = _local_steps(text_positions[0][0], layout, self._mesh.rank, documents[0])
             real = RealTokens(0, seq_len, seq_len, 0)
             agreed_documents({"cu_seq_lens_q": documents[:1]}, [steps], [real])
-        own_largest = int(of_text[0].max()) + 1 if of_text else 0
+        own_largest = int(text_positions[0].max()) + 1 if text_positions else 0
         self._check_model(
             seq_len,
             lambda: _largest_by_documents(layout, self._mesh.rank, documents[0], own_largest),
@@ -468,11 +468,11 @@ class _FlashAttentionForward:
         return _Pass(() if documents == ((0, seq_len),) else documents)
 
     def _pass_of_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
-        this = self._read_in_pass(
+        pass_ = self._read_in_pass(
             "positions", q, [positions], lambda: self._read_positions(q, positions, mask)
         )
-        this.check_padding(mask)
-        return this
+        pass_.check_padding(mask)
+        return pass_
 
     def _read_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
         """Collective over the mesh."""
@@ -637,13 +637,13 @@ def _decode(encoded: Tensor) -> tuple[Tensor, Tensor | None]:
             f"position_ids go from {int(positions.min())} on: they are integers of 0 and more, "
             f"{_FILLED} where there is padding"
         )
-    most = int(state.max())
-    if most > 1:
+    largest = int(state.max())
+    if largest > 1:
         raise DataError(
             "attention_mask has numbers other than 0 and 1: it says which tokens are real. Packed "
             "documents are given by position_ids that start anew, or by cu_seq_lens_q"
         )
-    return positions, state == 0 if most else None
+    return positions, state == 0 if largest else None
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -713,8 +713,8 @@ def _documents(whole: Tensor) -> tuple[Borders, ...]:
     starts = pad(((whole.diff(dim=1) != 1) & ~padded_pairs) | changes, (1, 0), value=True)
     runs = zip(starts.nonzero().tolist(), whole[starts].tolist(), strict=True)
     documents = []
-    for row, in_row in groupby(runs, key=lambda run: run[0][0]):
-        firsts = [(column, position) for (_, column), position in in_row]
+    for row, row_runs in groupby(runs, key=lambda run: run[0][0]):
+        firsts = [(column, position) for (_, column), position in row_runs]
         real = [first for first in firsts if first[1] >= 0]
         for column, position in real[1:]:
             if position != 0:

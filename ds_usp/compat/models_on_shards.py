@@ -123,9 +123,9 @@ def _ropes(modules: Sequence[nn.Module]) -> Iterator[tuple[str, int]]:
                 continue
             parameters = getattr(config, "rope_parameters", None) or {}
             parameters = parameters if layer is None else parameters.get(layer, {})
-            most: Any = getattr(config, "max_position_embeddings", None)
+            limit: Any = getattr(config, "max_position_embeddings", None)
             if "dynamic" in kind:
-                yield "dynamic", getattr(module, "original_max_seq_len", most)
+                yield "dynamic", getattr(module, "original_max_seq_len", limit)
             elif kind == "longrope":
-                original = getattr(config, "original_max_position_embeddings", None) or most
+                original = getattr(config, "original_max_position_embeddings", None) or limit
                 yield kind, parameters.get("original_max_position_embeddings", original)

@@ -116,9 +116,9 @@ def change_engine(module: ModuleType, attention_of: Callable[[Any], Any]) -> Non
             attention.tree = None
         if tree is None:
             return prepare(self, micro_batch)
-        inputs, made = prepare(self, tree.batch)
-        attention.tree = tree.mask(made["pad_size"])
-        return inputs, made
+        inputs, output_args = prepare(self, tree.batch)
+        attention.tree = tree.mask(output_args["pad_size"])
+        return inputs, output_args
 
     actor.prepare_model_inputs = prepare_model_inputs
     for engine in (actor, module.FSDPEngineWithValueHead):
@@ -132,7 +132,7 @@ def _of_samples(outputs: Any) -> Any:
     ) -> Any:
         tree = getattr(self, _TREE, None)
         batch = micro_batch if tree is None else tree.batch
-        found = outputs(self, output, output_args, batch, logits_processor_func)
-        return found if tree is None else {x: tree.of_samples(y) for x, y in found.items()}
+        results = outputs(self, output, output_args, batch, logits_processor_func)
+        return results if tree is None else {x: tree.of_samples(y) for x, y in results.items()}
 
     return prepare_model_outputs

@@ -93,8 +93,8 @@ class CallSize(NamedTuple):
         def cost_s(chunks: int) -> float:
             return exposed_s(chunks) + chunks * self.kernel_calls * _CHUNK_S
 
-        most = min(self.split.chunk_limit(self.ring), limit)
-        usual = max(by_flop, min(range(1, most + 1), key=cost_s))
+        max_chunks = min(self.split.chunk_limit(self.ring), limit)
+        usual = max(by_flop, min(range(1, max_chunks + 1), key=cost_s))
         if not self.head_blocks:
             return usual
         kernel_s = flop / _FLOP_PER_S

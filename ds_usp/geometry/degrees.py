@@ -89,8 +89,8 @@ class Degrees:
         return [u for u in degrees if self.ring is None or u * self.ring == self.sp]
 
     def _ulysses_within_heads(self) -> list[int]:
-        most = self.sp if self.heads is None else self.heads // self.tp
-        return [degree for degree in reversed(divisors(self.sp)) if degree <= most]
+        max_degree = self.sp if self.heads is None else self.heads // self.tp
+        return [degree for degree in reversed(divisors(self.sp)) if degree <= max_degree]
 
     def check(self, names: Names = KEYWORDS) -> Degrees:
         """The degrees themselves.

@@ -92,9 +92,9 @@ class HeadSplit:
         Raises:
             ConfigError: more chunks than :attr:`max_chunks_in_groups`.
         """
-        most = self.max_chunks_in_groups
-        if not 0 <= index < count <= most:
-            raise ConfigError(f"no head chunk {index} of {count}, at most {most}")
+        limit = self.max_chunks_in_groups
+        if not 0 <= index < count <= limit:
+            raise ConfigError(f"no head chunk {index} of {count}, at most {limit}")
         ranks = range(self.ulysses)
         if count == 1:
             queries, keys = map(self.query_range, ranks), map(self.kv_range, ranks)
@@ -164,8 +164,8 @@ def exposed_fraction(count: int) -> float:
 def _chunk_sizes(count: int) -> tuple[int, ...]:
     """Relative sizes; on 4 H200 at 32K tokens the exchange of a chunk of six times the size still
     fits under the computation of the one before."""
-    few = {1: (1,), 2: (1, 3), 3: (1, 6, 1)}
-    return few.get(count) or (1, *[3] * (count - 2), 1)
+    up_to_three = {1: (1,), 2: (1, 3), 3: (1, 6, 1)}
+    return up_to_three.get(count) or (1, *[3] * (count - 2), 1)
 
 
 def _chunk_edges(heads: int, count: int, *, equal: bool = False) -> list[int]:

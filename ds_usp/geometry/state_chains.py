@@ -292,8 +292,8 @@ class StateChains:
         if backward:
             tokens = sum(halo.received) - halo.received[rank]
         else:
-            to_others = (cuts for other, cuts in enumerate(halo.sends) if other != rank)
-            tokens = sum(halo.lengths[cut] for cuts in to_others for cut in cuts)
+            cuts_sent = (cuts for other, cuts in enumerate(halo.sends) if other != rank)
+            tokens = sum(halo.lengths[cut] for cuts in cuts_sent for cut in cuts)
         return tokens * self.rows_of_piece * channels * itemsize
 
     def halo(self, rank: int, width: int) -> Halo:
@@ -344,9 +344,9 @@ def state_chains(
     lines = list(zip(by_row, parents or [(-1,) * (len(x) - 1) for x in by_row], strict=True))
     lines = lines[:1] if len(set(lines)) == 1 else lines
     chains, before = list[Chain](), dict[Piece, tuple[Piece, ...]]()
-    for row, (borders, of_row) in enumerate(lines):
-        row_chains = _chains_of_row(layout, row if len(lines) > 1 else None, borders, of_row)
-        for chain, parent in zip(row_chains, of_row, strict=True):
+    for row, (borders, row_parents) in enumerate(lines):
+        row_chains = _chains_of_row(layout, row if len(lines) > 1 else None, borders, row_parents)
+        for chain, parent in zip(row_chains, row_parents, strict=True):
             last = () if parent < 0 else row_chains[parent][-1:]
             for piece in chain:
                 before[piece], last = last, (piece,)

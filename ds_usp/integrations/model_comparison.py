@@ -346,8 +346,8 @@ class ModelComparison:
 
     def _digest_of(self, settings: Entries) -> str:
         written = self._written_by_passes or ()
-        kept = {x: text for x, text in settings.items() if x not in written}
-        return _digest({**kept, "shapes of weights": self._shapes})
+        compared = {x: text for x, text in settings.items() if x not in written}
+        return _digest({**compared, "shapes of weights": self._shapes})
 
     def _name(self, i: int) -> str:
         return self._slots[self._whole[i]][-1]
@@ -377,8 +377,8 @@ class ModelComparison:
         if identities == self._identities:  # else slots may be others'
             addresses = [weights[i].data_ptr() for i in self._whole]
         if not addresses or addresses != [address for _, address, _ in self._marks]:
-            of_tied = {id(x): i for i, x in reversed(list(enumerate(weights)))}
-            self._whole = [i for i, x in enumerate(weights) if of_tied[id(x)] == i and _is_whole(x)]
+            firsts = {id(x): i for i, x in reversed(list(enumerate(weights)))}
+            self._whole = [i for i, x in enumerate(weights) if firsts[id(x)] == i and _is_whole(x)]
             whole = set(self._whole)
             shapes = [_shape(x) if i in whole else "in parts" for i, x in enumerate(weights)]
             self._digest = self._digest if shapes == self._shapes else ""
@@ -488,12 +488,12 @@ def _digest(value: object) -> str:
 
 def _by_dtype(rows: Iterable[Tensor]) -> dict[str, Tensor]:
     """Joined; on the CPU if they are on several devices, as where some weights are offloaded."""
-    of_dtype: dict[str, list[Tensor]] = {}
+    by_dtype: dict[str, list[Tensor]] = {}
     for row in rows:
-        of_dtype.setdefault(str(row.dtype).removeprefix("torch."), []).append(row)
+        by_dtype.setdefault(str(row.dtype).removeprefix("torch."), []).append(row)
     return {
         dtype: torch.cat(each if len({x.device for x in each}) == 1 else [x.cpu() for x in each])
-        for dtype, each in of_dtype.items()
+        for dtype, each in by_dtype.items()
     }
 
 

@@ -35,8 +35,8 @@ class ShardNoise:
         self._states: tuple[Generator, Tensor, Tensor] | None = None
         self._draws = False
 
-    def begin(self, device: torch.device, *, draws: bool, of_shard: bool = True) -> None:
-        """Seed the generator of a device for this rank, or without ``of_shard`` as on all; no
+    def begin(self, device: torch.device, *, draws: bool, is_shard: bool = True) -> None:
+        """Seed the generator of a device for this rank, or without ``is_shard`` as on all; no
         other device's, and none of ``meta``.
 
         Args:
@@ -56,7 +56,7 @@ class ShardNoise:
         elif device.type != "cpu":
             return
         before = generator.get_state()
-        owner = self._rank.to_bytes(4, "big") if of_shard else b"all"
+        owner = self._rank.to_bytes(4, "big") if is_shard else b"all"
         text = before.numpy().tobytes() + owner
         generator.manual_seed(int.from_bytes(blake2b(text, digest_size=7).digest(), "big"))
         self._states, self._draws = (generator, before, generator.get_state()), draws

@@ -305,10 +305,10 @@ def require_capability(major: int, library: str, *, only: bool = False) -> None:
     """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if capability[0] < major or (only and capability[0] > major):
-        wanted = f"{major}.x" if only else f"{major}.0"
+        required = f"{major}.x" if only else f"{major}.0"
         actual = "this one has {}.{}".format(*capability) if capability[0] else "there is none here"
         raise UnsuitableDeviceError(
-            f"{library} needs a GPU of compute capability {wanted}, {actual}"
+            f"{library} needs a GPU of compute capability {required}, {actual}"
         )
 
 

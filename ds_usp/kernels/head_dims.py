@@ -57,10 +57,10 @@ class HeadDims:
         :meth:`refusal` has accepted."""
         if self.any_pair or dims in self.pairs:
             return dims
-        most = max(dims)
-        one = min([dim for dim in self.native or (most,) if dim >= most])
+        largest = max(dims)
+        native = min([dim for dim in self.native or (largest,) if dim >= largest])
         holding = [pair for pair in self.pairs if pair[0] >= dims[0] and pair[1] >= dims[1]]
-        return min([(one, one), *holding], key=sum)
+        return min([(native, native), *holding], key=sum)
 
 
 _NOTE_FLASH4 = " (up to 256 on compute capability 9.x with flash-attn-4 4.0.0b36 or newer)"

@@ -118,8 +118,8 @@ class _Recompute:
     recomputes has been used.
     """
 
-    def __init__(self, producer: Producer, again: Producer, inputs: Sequence[torch.Tensor]) -> None:
-        self._producer, self._run_again = producer, again
+    def __init__(self, producer: Producer, rerun: Producer, inputs: Sequence[torch.Tensor]) -> None:
+        self._producer, self._run_again = producer, rerun
         self._requires_grad = [x.requires_grad for x in inputs]
         self._inputs = [save_tensor(x) for x in inputs]
         self._autocast = _autocast(inputs[0].device.type)

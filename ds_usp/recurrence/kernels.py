@@ -311,12 +311,12 @@ def _states(
     from fla.ops.cp.chunk_fwd import chunk_cp_fwd_kernel_h
 
     heads, dk, dv = k.shape[2], k.shape[3], u.shape[3]
-    pieces, of_values = len(cu_seqlens) - 1, u.shape[2]
-    out = k.new_empty(pieces, of_values, dk, dv + dk, dtype=torch.float32)
+    pieces, value_heads = len(cu_seqlens) - 1, u.shape[2]
+    out = k.new_empty(pieces, value_heads, dk, dv + dk, dtype=torch.float32)
     block = _block(dk)
-    chunk_cp_fwd_kernel_h[-(-dv // block), of_values, pieces](
+    chunk_cp_fwd_kernel_h[-(-dv // block), value_heads, pieces](
         k=k, v=u, w=w, g=g, gk=gk, bg=None, u=u, hm=out, cu_seqlens=cu_seqlens, T=0,
-        H=heads, HV=of_values, K=dk, V=dv, BT=chunk_size, BV=block, BK=_power_of_2(dk),
+        H=heads, HV=value_heads, K=dk, V=dv, BT=chunk_size, BV=block, BK=_power_of_2(dk),
         MULTI_SEQS=True,
     )  # fmt: skip
     return out[..., :dv]
@@ -341,13 +341,13 @@ def _transitions(
     before, selected = sum(lengths[: numbers.start]), lengths[numbers]
     k, w = (x.narrow(1, before, sum(selected)) for x in (k, w))
     g, gk = (None if x is None else x.narrow(1, before, sum(selected)) for x in (g, gk))
-    borders, in_host = borders_of(selected, 1, k.device)
+    borders, host_borders = borders_of(selected, 1, k.device)
     unit = torch.eye(k.shape[3], dtype=torch.float32, device=k.device)
     _, _, out = chunk_gated_delta_rule_fwd_h(
         k=k, w=w, u=torch.zeros_like(w), g=g, gk=gk,
         initial_state=unit.repeat(len(selected), w.shape[2], 1, 1), output_final_state=True,
         save_new_value=False, chunk_size=chunk_size, cu_seqlens=borders,
-        chunk_indices=prepare_chunk_indices(borders, chunk_size, cu_seqlens_cpu=in_host),
+        chunk_indices=prepare_chunk_indices(borders, chunk_size, cu_seqlens_cpu=host_borders),
     )  # fmt: skip
     return out
 
@@ -370,13 +370,13 @@ def _gradient_of_state(
     """
     from fla.ops.cp.chunk_bwd import chunk_cp_bwd_kernel_dh
 
-    heads, dk, of_values, width = *q.shape[2:], *do.shape[2:]
+    heads, dk, value_heads, width = *q.shape[2:], *do.shape[2:]
     scale, chunk_size = sizes
-    out = q.new_empty(of_values, dk, width + dk, dtype=torch.float32)
+    out = q.new_empty(value_heads, dk, width + dk, dtype=torch.float32)
     block = _block(dk)
-    chunk_cp_bwd_kernel_dh[-(-width // block), of_values](
+    chunk_cp_bwd_kernel_dh[-(-width // block), value_heads](
         q=q, k=k, w=w, g=g, gk=gk, do=do, dhm=out, dv=dv, cu_seqlens=cu_seqlens, scale=scale,
-        T=q.shape[1], H=heads, HV=of_values, K=dk, V=width, BT=chunk_size, BV=block,
+        T=q.shape[1], H=heads, HV=value_heads, K=dk, V=width, BT=chunk_size, BV=block,
         BK=_power_of_2(dk), USE_BG=False,
     )  # fmt: skip
     return out[..., :width]

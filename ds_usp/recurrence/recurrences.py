@@ -59,7 +59,7 @@ def delta_rule(
             mesh=mesh, layout=layout, documents=documents, **options,
         )  # fmt: skip
     heads, dk, dv = value.shape[2], key.shape[3], value.shape[3]
-    in_torch = not kernels.library_of(implementation)
+    is_torch = not kernels.library_of(implementation)
 
     def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:
         q, k, v, decay, b = part
@@ -67,7 +67,7 @@ def delta_rule(
         if not piece.imports:
             return PieceMap(*kernel(q, k, v, initial_state=None, **state_of))
         # In fp32 where the output is a sum, which is rounded once then, as on one device.
-        q, k, v = (y.to(state_dtype(y)) for y in (q, k, v)) if in_torch else (q, k, v)
+        q, k, v = (y.to(state_dtype(y)) for y in (q, k, v)) if is_torch else (q, k, v)
         eye = torch.eye(dk, dtype=state_dtype(v), device=v.device).expand(len(v), heads, dk, dk)
         begin = torch.cat([eye.new_zeros(len(v), heads, dk, dv), eye], dim=-1)
         wide = torch.cat([v, v.new_zeros(*v.shape[:-1], dk)], dim=-1)
@@ -121,8 +121,8 @@ def mamba2(
     heads, p, n = x.shape[2], x.shape[3], B.shape[3]
     options |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
     implementation = kernels.implementation_of(kernel)
-    of_library = kernels.library_of(implementation) == "mamba_ssm"
-    if of_library:
+    is_mamba_ssm = kernels.library_of(implementation) == "mamba_ssm"
+    if is_mamba_ssm:
         kernel = implementation  # it takes seq_idx: documents in one call
 
     def run(tensors: list[torch.Tensor], pieces: Sequence[Piece]) -> PieceMaps:
@@ -135,7 +135,7 @@ def mamba2(
         for number, (piece, x_part, dt_part, B_part) in enumerate(zip(pieces, *parts, strict=True)):
             if piece.exports:
                 # Rounded as the kernel rounds it: mamba_ssm's computes steps in fp32.
-                step = dt_part.to(state_dtype(dt)) if of_library else dt_part
+                step = dt_part.to(state_dtype(dt)) if is_mamba_ssm else dt_part
                 step = step if dt_bias is None else step + dt_bias.to(step.dtype)
                 step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
                 step = step.to(state_dtype(step))
@@ -147,7 +147,7 @@ def mamba2(
 
         def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
             outs = []
-            calls = _calls(pieces, together=of_library)
+            calls = _calls(pieces, together=is_mamba_ssm)
             tokens = [sum(lengths[a:b]) for a, b in calls]
             split = zip(*(t.split(tokens, 1) for t in (x, dt, B, C)), strict=True)
             for (first, stop), (x_, dt_, B_, C_) in zip(calls, split, strict=True):
@@ -223,14 +223,14 @@ def mamba1(
             **options) -> out`` or ``(out, state)``, states ``[b, d, n]``.
     """
     implementation = kernels.implementation_of(kernel)
-    of_library = kernels.library_of(implementation) == "mamba_ssm"
-    if of_library:
+    is_mamba_ssm = kernels.library_of(implementation) == "mamba_ssm"
+    if is_mamba_ssm:
         kernel = implementation
 
     def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:
         x, dt, B, C, A, *bias = part
         delta_bias = bias[0] if bias else None
-        if of_library and (piece.imports or piece.exports):
+        if is_mamba_ssm and (piece.imports or piece.exports):
             step = dt.to(state_dtype(dt))
             step = step if delta_bias is None else step + delta_bias[:, None]
             step = F.softplus(step) if delta_softplus else step
@@ -336,7 +336,7 @@ def lightning(
         slope: a state decays by ``exp(-slope)`` a token.
     """
     heads, d, rate = q.shape[1], q.shape[3], slope.reshape(-1, 1, 1)
-    of_library = kernels.library_of(kernel) == "fla"
+    is_fla = kernels.library_of(kernel) == "fla"
 
     def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:
         q, k, v = part
@@ -370,7 +370,7 @@ def lightning(
                 transitions[n] = torch.exp(-decay * piece.length).expand(len(k), -1)
 
         def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
-            borders, in_host = kernels.borders_of(tuple(lengths), len(q), q.device)
+            borders, host_borders = kernels.borders_of(tuple(lengths), len(q), q.device)
             example = next((x for x in incoming if x is not None), None)
             before = None
             if example is not None:
@@ -378,7 +378,7 @@ def lightning(
                 before = torch.stack([zeros if x is None else x for x in incoming], 1).flatten(0, 1)
             out, _ = kernel(
                 *(x.flatten(0, 1)[None] for x in (q, k, v)), g_gamma=-decay, scale=1.0,
-                initial_state=before, cu_seqlens=borders, cu_seqlens_cpu=in_host,
+                initial_state=before, cu_seqlens=borders, cu_seqlens_cpu=host_borders,
             )  # fmt: skip
             return out[0].unflatten(0, (len(q), -1)).transpose(1, 2)
 
@@ -386,7 +386,7 @@ def lightning(
 
     shapes = (heads, d, v.shape[3]), (heads,)
     return affine_scan(
-        Recurrence(run_all, *shapes) if of_library else Recurrence(run, *shapes, piecewise=True),
+        Recurrence(run_all, *shapes) if is_fla else Recurrence(run, *shapes, piecewise=True),
         (q, k, v),
         mesh=mesh,
         layout=layout,

@@ -224,11 +224,11 @@ def _run(
 
     def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
         outs = []
-        for of_piece, state in zip(ran, incoming, strict=True):
-            out = of_piece.out
-            if state is not None and of_piece.respond is not None:
+        for piece_map, state in zip(ran, incoming, strict=True):
+            out = piece_map.out
+            if state is not None and piece_map.respond is not None:
                 with no_autocast(out.device):
-                    out = out + of_piece.respond(state).to(out.dtype)
+                    out = out + piece_map.respond(state).to(out.dtype)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, out_dim)
 

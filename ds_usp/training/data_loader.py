@@ -191,8 +191,8 @@ class BatchBroadcast:
         if error is not None:
             raise error
         if text:
-            who = f"rank {source}" if source else "the first rank"
-            raise DataError(f"{who} of the mesh could not read its batch: {text}")
+            reader = f"rank {source}" if source else "the first rank"
+            raise DataError(f"{reader} of the mesh could not read its batch: {text}")
         return entry
 
 

@@ -231,8 +231,8 @@ def _check_config(config: Mapping[str, Any], groups: ParallelGroups) -> None:
             f"each other for those of the same weights, and {tp} tensor-parallel ranks have "
             "others. Leave it out, or use no tensor parallelism"
         )
-    for key, off in (("zero_quantized_gradients", False), ("mics_shard_size", -1)):
-        if zero.get(key, off) > off:
+    for key, disabled in (("zero_quantized_gradients", False), ("mics_shard_size", -1)):
+        if zero.get(key, disabled) > disabled:
             raise ConfigError(
                 f"{key}={zero[key]} reduces gradients by groups of its own, in 4 bits or over "
                 "parts of the ranks: the step would not be that of one process. Leave it out"

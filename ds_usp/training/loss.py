@@ -213,13 +213,13 @@ def _chunks(
 
 
 class _Gradients:
-    def __init__(self, hidden: Tensor, weight: Tensor, of_weight: bool) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, needs_weight_grad: bool) -> None:
         # The weight's in fp32 (fp64 for fp64), as every chunk adds to it all.
         self._hidden, self._weight = hidden, weight
         self._dhidden = torch.empty_like(hidden)
         self.acc_dtype = torch.promote_types(weight.dtype, torch.float32)
         self._dweight: Tensor | None = None
-        if of_weight:
+        if needs_weight_grad:
             self._dweight = torch.zeros(weight.shape, dtype=self.acc_dtype, device=weight.device)
 
     def add(self, rows: slice, dlogits: Tensor) -> None:

@@ -129,9 +129,8 @@ class SharedPrefixes:
         """
         joined = torch.full((self.tokens,), IGNORE_INDEX)
         total = torch.zeros(len(joined), dtype=torch.float64)
-        for index, (row, of_row, place) in enumerate(
-            zip(labels, weights, self.places, strict=True)
-        ):
+        rows = zip(labels, weights, self.places, strict=True)
+        for index, (row, row_weights, place) in enumerate(rows):
             counts = row != IGNORE_INDEX
             counted_places, counted_labels = place[counts], row[counts]
             before = joined[counted_places]
@@ -141,7 +140,7 @@ class SharedPrefixes:
                     "labels of shared prefixes are the next tokens, or -100"
                 )
             joined[counted_places] = counted_labels
-            total[counted_places] += of_row[counts].double()
+            total[counted_places] += row_weights[counts].double()
         return joined, total
 
 
@@ -177,11 +176,11 @@ class _Prefix:
 def _tries(rows: Sequence[Tensor], starts: Sequence[int]) -> list[_Prefix]:
     """The prefixes of the rows that begin at one position, one of no tokens for each position."""
     arrays = [row.numpy() for row in rows]
-    in_bytes = [array.tobytes() for array in arrays]
+    row_bytes = [array.tobytes() for array in arrays]
     by_start: dict[int, list[int]] = {start: [] for start in starts}
-    for row in sorted(range(len(rows)), key=in_bytes.__getitem__):
+    for row in sorted(range(len(rows)), key=row_bytes.__getitem__):
         by_start[starts[row]].append(row)
-    found = []
+    prefixes = []
     for group in by_start.values():
         path = [_Prefix(0, [], group[0], [])]
         before = arrays[group[0]][:0]
@@ -196,8 +195,8 @@ def _tries(rows: Sequence[Tensor], starts: Sequence[int]) -> list[_Prefix]:
                 path.append(_Prefix(len(array), [row], row, []))
             before = array
         _close(path, 0)
-        found += path
-    return found
+        prefixes += path
+    return prefixes
 
 
 def _close(path: list[_Prefix], length: int) -> None:

@@ -182,12 +182,12 @@ def position_steps(positions: Tensor) -> list[dict[int, int]]:
 def _steps_other_than(usual: int, numbers: Tensor) -> list[dict[int, int]]:
     diff = numbers.diff(dim=-1)
     indices = (diff != usual).nonzero()
-    found: list[dict[int, int]] = [{} for _ in range(len(numbers))]
+    steps: list[dict[int, int]] = [{} for _ in range(len(numbers))]
     for row, index, step in torch.cat(
         [indices, diff[indices.unbind(1)].to(indices)[:, None]], 1
     ).tolist():
-        found[row][index + 1] = step
-    return found
+        steps[row][index + 1] = step
+    return steps
 
 
 def borders_of_positions(position_ids: Tensor) -> list[list[int]]:
@@ -347,7 +347,7 @@ def borders_of_mask(mask: Tensor, rows: Sequence[RealTokens]) -> tuple[Borders, 
         DataError: numbers that are not whole, or that fall.
     """
     seq_len = mask.shape[1]
-    found = [borders_through((row.first, row.stop), seq_len) for row in rows]
+    documents = [borders_through((row.first, row.stop), seq_len) for row in rows]
     if any(row.num_others for row in rows):
         numbers = mask.long()
         is_whole = bool((mask == numbers).all())  # no 0.5, and no -inf that is added to scores
@@ -361,8 +361,8 @@ def borders_of_mask(mask: Tensor, rows: Sequence[RealTokens]) -> tuple[Borders, 
                     f"{f': they fall at token {falls[0]}' if falls else ''}. Give documents by "
                     f"{POSITIONS} that start anew, or by cumulative lengths"
                 )
-            found[sample] = borders_through(changes, seq_len)
-    return () if set(found) == {(0, seq_len)} else tuple(found)
+            documents[sample] = borders_through(changes, seq_len)
+    return () if set(documents) == {(0, seq_len)} else tuple(documents)
 
 
 def read_borders(name: str, lengths: Any) -> tuple[Borders, ...]:
@@ -414,8 +414,8 @@ def agreed_documents(
                     f"{format_documents((borders,))} and {format_documents((second,))}. Leave out "
                     "the wrong one"
                 )
-    for sample, (borders, of_row, real) in enumerate(zip(documents, steps, rows, strict=False)):
-        starts = {x: step for x, step in of_row.items() if real.first < x < real.stop}
+    for sample, (borders, row_steps, real) in enumerate(zip(documents, steps, rows, strict=False)):
+        starts = {x: step for x, step in row_steps.items() if real.first < x < real.stop}
         inside = {x for x in borders if real.first < x < real.stop}
         anew = {x for x, step in starts.items() if step < 1}
         # Nor a count that goes on: the last batch's lengths beside one document look the same.
@@ -532,7 +532,7 @@ def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatc
     tokens = entries[TOKENS]
     size, seq_len = tokens.shape
     rows = [RealTokens(0, seq_len, seq_len, 0)] * size
-    of_mask: tuple[Borders, ...] = ()
+    mask_documents: tuple[Borders, ...] = ()
     mask = entries.pop(PADDING, None)
     if mask is not None:
         rows = real_tokens(mask)
@@ -543,11 +543,11 @@ def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatc
                 "not the first ones: pad on the right (tokenizer.padding_side = 'right'), leave no "
                 "sample empty"
             )
-        of_mask = borders_of_mask(mask, rows)
+        mask_documents = borders_of_mask(mask, rows)
     if TREE in entries:
-        packing = _tree_of(entries, of_mask, tokens)
+        packing = _tree_of(entries, mask_documents, tokens)
     else:
-        packing = Packing(_documents(entries, of_mask, rows, tokens))
+        packing = Packing(_documents(entries, mask_documents, rows, tokens))
     labels = _shifted_labels(entries, packing.documents, [row.num for row in rows])
     positions = entries.pop(POSITIONS, None)
     sharded = {**_sharded(entries, whole, tokens), SHIFTED: labels}
@@ -556,13 +556,15 @@ def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatc
     return WholeBatch(sharded=sharded, whole=others, **packing._asdict())
 
 
-def _tree_of(entries: dict[str, Any], of_mask: tuple[Borders, ...], tokens: Tensor) -> Packing:
+def _tree_of(
+    entries: dict[str, Any], mask_documents: tuple[Borders, ...], tokens: Tensor
+) -> Packing:
     """The tree of a batch, which is taken out of the entries with the labels that it has twice."""
     size, seq_len = tokens.shape
-    if of_mask:
+    if mask_documents:
         raise DataError(
-            f"{PADDING} has {format_documents(of_mask)} beside a {TREE}, of which padding is a "
-            f"root of its own without labels: leave {PADDING} out"
+            f"{PADDING} has {format_documents(mask_documents)} beside a {TREE}, of which padding "
+            f"is a root of its own without labels: leave {PADDING} out"
         )
     packing = read_tree({LABELS: tokens, **entries}, size, seq_len)
     del entries[TREE]
@@ -604,7 +606,7 @@ def _checked_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _documents(
     entries: dict[str, Any],
-    of_mask: tuple[Borders, ...],
+    mask_documents: tuple[Borders, ...],
     rows: list[RealTokens],
     tokens: Tensor,
 ) -> tuple[Borders, ...]:
@@ -618,7 +620,7 @@ def _documents(
         if lengths is None:
             continue
         mask = MaskSpec(None, 0, read_borders(name, lengths))
-        if not of_mask or mask.samples not in (None, size):
+        if not mask_documents or mask.samples not in (None, size):
             mask.check_length(seq_len, size)
         documents = mask.documents if mask.samples else mask.documents * size
         stated[name] = [
@@ -626,7 +628,7 @@ def _documents(
             for sample, (borders, real) in enumerate(zip(documents, rows, strict=True))
         ]
     if any(row.num_others for row in rows):
-        stated[PADDING] = of_mask or [(0, seq_len)] * size
+        stated[PADDING] = mask_documents or [(0, seq_len)] * size
     positions = entries.get(POSITIONS)
     if stated:
         steps = () if positions is None else position_steps(positions)
@@ -637,7 +639,7 @@ def _documents(
             for row, real in zip(positions, rows, strict=True)
         )
     else:
-        documents = of_mask
+        documents = mask_documents
     collapsed = documents[:1] if len(set(documents)) == 1 else documents
     return () if collapsed == ((0, seq_len),) else collapsed
 

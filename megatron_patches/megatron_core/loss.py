@@ -109,8 +109,8 @@ def roll_tensor(
     rolled = tokens.roll(shifts, 0)
     for sample, borders in enumerate(documents or ((len(rolled),),)):
         ends = [border + i for border in borders for i in range(shifts, 0) if border + i >= 0]
-        of_sample = rolled[..., sample] if len(documents) > 1 else rolled
-        of_sample.index_fill_(0, torch.tensor(ends, device=rolled.device), 0)
+        sample_tokens = rolled[..., sample] if len(documents) > 1 else rolled
+        sample_tokens.index_fill_(0, torch.tensor(ends, device=rolled.device), 0)
     local = layout.shard(rolled, 0, mesh.rank)
     return local.movedim(0, dims).contiguous(), rolled.sum() / ranks
 

@@ -63,8 +63,8 @@ class SequenceParallelAttention(torch.nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
         state, mask = self.state, current_mask()
         if self.rotary_dim:
-            of_tokens = state.layout, state.mesh.rank
-            table = rotary_table(*of_tokens, self.rotary_dim, self.rotary_base, q.device)
+            layout_and_rank = state.layout, state.mesh.rank
+            table = rotary_table(*layout_and_rank, self.rotary_dim, self.rotary_base, q.device)
             q, k = apply_rotary((q, k), *table, token_dim=0)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         # Flash attention here has no document mask; with documents dropout is refused.

@@ -169,13 +169,13 @@ def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
         return Branches(1, 0, mesh)
     ulysses, ring = degrees_of_branch(mesh, degree)
     by_degree = _MADE.setdefault(mesh, {})
-    made = by_degree.get(degree)
+    branches = by_degree.get(degree)
     # As of meshes, SequenceMesh.from_group: anew if one has failed for good, on any rank.
-    usable = made is not None and not made.mesh.consistency.has_failed
+    usable = branches is not None and not branches.mesh.consistency.has_failed
     flags = [] if mesh.sp_group is None else all_gather_bytes(bytes([usable]), mesh.sp_group)
-    if made is None or b"\0" in flags:
-        by_degree[degree] = made = _create(mesh, degree, ulysses, ring)
-    return made
+    if branches is None or b"\0" in flags:
+        by_degree[degree] = branches = _create(mesh, degree, ulysses, ring)
+    return branches
 
 
 def degrees_of_branch(mesh: SequenceMesh, degree: int) -> tuple[int, int]:

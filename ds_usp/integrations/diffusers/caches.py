@@ -74,12 +74,15 @@ class Caches:
 
     def __init__(self, transformer: nn.Module, hooks: list[tuple[str, str, Any]]) -> None:
         self._name = type(transformer).__name__
-        found = [x for x in hooks if x[1] in CACHES or x[1] in FOLLOWERS]
-        self._hooks = [(name, hook) for _, name, hook in found if name in CACHES]
+        cache_hooks = [
+            (path, name, hook) for path, name, hook in hooks if name in CACHES or name in FOLLOWERS
+        ]
+        self._hooks = [(name, hook) for _, name, hook in cache_hooks if name in CACHES]
         # cache-dit 1.5 marks what it has wrapped; its own all-reduce averages over all ranks.
         self._is_cache_dit = bool(getattr(transformer, "_is_cached", False))
-        every = [f"{path} {name} {_settings(hook)}" for path, name, hook in found]
-        names = dict.fromkeys((*(x[1] for x in found), *["cache-dit"] * self._is_cache_dit))
+        every = [f"{path} {name} {_settings(hook)}" for path, name, hook in cache_hooks]
+        wrapper = ["cache-dit"] * self._is_cache_dit
+        names = dict.fromkeys((*(name for _, name, _ in cache_hooks), *wrapper))
         first = next((_settings(hook) for _, hook in self._hooks), "")
         places = f"{first} at {len(every)} places ({zlib.crc32(repr(every).encode()):08x})"
         self.text = f"{' '.join(names)} {places}" if names else ""
@@ -87,12 +90,12 @@ class Caches:
     def __bool__(self) -> bool:
         return bool(self.text)
 
-    def check(self, of_branches: bool, of_samples: bool, has_context: bool) -> None:
+    def check(self, splits_branches: bool, splits_samples: bool, has_context: bool) -> None:
         """Refuse what these caches cannot do.
 
         Args:
-            of_branches: parts of the mesh compute the calls of a step.
-            of_samples: they compute the samples of a batch.
+            splits_branches: parts of the mesh compute the calls of a step.
+            splits_samples: they compute the samples of a batch.
             has_context: the pipeline has named the branch (``cache_context``).
 
         Raises:
@@ -106,14 +109,14 @@ class Caches:
                     f"{self._name}: MagCache with calibrate=True measures the tokens of a shard: "
                     "calibrate on one process, and give its mag_ratios"
                 )
-            if of_branches and not (cache.by_branch and has_context):
+            if splits_branches and not (cache.by_branch and has_context):
                 raise UnsupportedAttentionError(
                     f"{self._name}: {name} counts the calls of both branches of the guidance, and "
                     "with cfg_degree each rank has those of one: use cfg_degree=1, or a cache with "
                     "a state for each cache_context (FirstBlockCache, MagCache, TaylorSeer) in a "
                     "pipeline that enters them"
                 )
-            if of_samples and cache.whole_batch:
+            if splits_samples and cache.whole_batch:
                 raise UnsupportedAttentionError(
                     f"{self._name}: {name} takes half of the batch for a branch of the guidance, "
                     "and with cfg_degree a rank has samples of one branch: use cfg_degree=1"
@@ -151,9 +154,10 @@ def _changed(hook: Any, mesh: SequenceMesh, residual: Tensor) -> bool:
     group = mesh.consistency.group
     if group is not None:
         mesh.agree("a cache decides whether a pass is computed")
-        of_ranks = all_gather_bytes(struct.pack("<3d", *numbers), group)
-        numbers = tuple(map(sum, zip(*(struct.unpack("<3d", x) for x in of_ranks), strict=True)))
-    difference, norm = (torch.tensor(x / numbers[2], dtype=residual.dtype) for x in numbers[:2])
+        rank_bytes = all_gather_bytes(struct.pack("<3d", *numbers), group)
+        numbers = tuple(map(sum, zip(*(struct.unpack("<3d", x) for x in rank_bytes), strict=True)))
+    *both, count = numbers
+    difference, norm = (torch.tensor(x / count, dtype=residual.dtype) for x in both)
     return float(difference / norm) > hook.threshold
 
 

@@ -92,9 +92,9 @@ def check_first_pass(name: str, outputs: Any, expected: Any) -> None:
         if not isinstance(x, Tensor):
             continue
         limit = 1e-4 if x.element_size() >= 4 else 2e-2
-        off = float((x.detach().double() - y.double()).norm() / y.double().norm())
-        if not off <= limit:
+        error = float((x.detach().double() - y.double()).norm() / y.double().norm())
+        if not error <= limit:
             raise UnsupportedAttentionError(
-                f"{NO_PLAN.format(name)}: its outputs are {off:.1e} off one process, more than "
+                f"{NO_PLAN.format(name)}: its outputs are {error:.1e} off one process, more than "
                 f"{limit:g}. Where dropout is on make the first pass after eval()"
             )

@@ -457,25 +457,27 @@ class ShardedTransformer:
         # A cache of another package may have wrapped blocks in any way, but blocks that it skips do
         # not attend. It decides by this rank's tokens: where ranks decide otherwise, the
         # comparison in attention raises, and where they agree, one process might have not.
-        most = max(self._attended.get(self._kind, 0), state.attended)
+        max_attended = max(self._attended.get(self._kind, 0), state.attended)
         if len(self._attended) >= _KINDS:  # a plain number that is another one in each step
             self._attended.clear()
-        self._attended[self._kind] = most
+        self._attended[self._kind] = max_attended
         fewer_expected = self._caches or self._options.step_cache or self._graphs is not None
-        if state.joined and state.attended < most and not fewer_expected:
+        if state.joined and state.attended < max_attended and not fewer_expected:
             raise UnsupportedAttentionError(
                 f"{type(self.transformer).__name__}: {state.attended} attentions in a pass, and "
-                f"{most} in an earlier one of the same arguments: something skips blocks, and "
-                "may decide by the tokens of a shard. If it decides by the step or the time alone, "
-                "enable(step_cache=True); else remove it: diffusers' FirstBlockCache, MagCache and "
-                "TaylorSeer and cache-dit decide for all ranks"
+                f"{max_attended} in an earlier one of the same arguments: something skips blocks, "
+                "and may decide by the tokens of a shard. If it decides by the step or the time "
+                "alone, enable(step_cache=True); else remove it: diffusers' FirstBlockCache, "
+                "MagCache and TaylorSeer and cache-dit decide for all ranks"
             )
 
     def _check_caches(self, caches: Caches, parts: Branches, step: Sequence[WaitingCall]) -> None:
-        of_branches = len(step) > 1
-        divided = parts.degree, of_branches
+        splits_branches = len(step) > 1
+        divided = parts.degree, splits_branches
         contexts = [call.context for call in step]
-        caches.check(of_branches, parts.degree > 1 and not of_branches, None not in contexts)
+        caches.check(
+            splits_branches, parts.degree > 1 and not splits_branches, None not in contexts
+        )
         caches.check_same_parts(self._divided in (None, divided))
         self._divided = divided
 
@@ -617,8 +619,8 @@ class ShardedTransformer:
     @disable_in_compile("each rank draws noise of its own")
     def _before_dropout(self, dropout: nn.Module, args: tuple[Any, ...]) -> None:
         if dropout.training and self.state is not None:
-            of_shard = self.is_shard(dropout, args[0])
-            self._noise.begin(args[0].device, draws=True, of_shard=of_shard)
+            is_shard = self.is_shard(dropout, args[0])
+            self._noise.begin(args[0].device, draws=True, is_shard=is_shard)
 
     @disable_in_compile("each rank draws noise of its own")
     def _after_dropout(self, *_: Any) -> None:

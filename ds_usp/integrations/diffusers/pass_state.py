@@ -295,8 +295,8 @@ class PassState:
         )
         if padded and (apart or not is_last):
             zeros = keys.new_zeros((len(keys), image), dtype=torch.float32)
-            of_text = (keys == 0) * _NEVER
-            self._add({order[0]: of_text} if len(order) == 1 else {"image": zeros, "text": of_text})
+            added = (keys == 0) * _NEVER
+            self._add({order[0]: added} if len(order) == 1 else {"image": zeros, "text": added})
         documents = tuple((0, image + row.num, total) for row in rows)
         self._documents = documents if padded and is_last else ()
         self._masked = frozenset(order)
@@ -343,7 +343,7 @@ class PassState:
         lengths, kv_lengths = (
             tuple(self.layout(kind).length(self._mesh.rank) for kind in each) for each in tokens
         )
-        few = [kind for kind in order if self.layout(kind).seq_len < self._mesh.sp_degree]
+        short_kinds = [kind for kind in order if self.layout(kind).seq_len < self._mesh.sp_degree]
         empty = lengths.index(0) if 0 in lengths else None
         kv_layout = None if keys == order else self._attention_layout(keys, False)
         documents = self._documents_of(order) if kv_layout is None else ()
@@ -363,7 +363,7 @@ class PassState:
         layouts = layout, layout if kv_layout is None else kv_layout
         seq_lens = None
         added = not documents and set(keys) <= self._added.keys()
-        traced = not documents and not added and not few
+        traced = not documents and not added and not short_kinds
         if traced and all(type(layout) is TokenLayout for layout in layouts):
             seq_lens = torch.tensor([layout.seq_len for layout in layouts], device="cpu")
         return AttentionCall(lengths, kv_lengths, options, moved, empty, added, seq_lens)
@@ -416,14 +416,14 @@ class PassState:
         if call.added:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             numbers = torch.cat([self._added[kind] for kind in tokens.keys], 1)
-            of_queries = numbers if self._products else numbers.new_ones(q.shape[:2])
-            q, k = _with_products(q, k, of_queries, numbers, scale)
+            query_numbers = numbers if self._products else numbers.new_ones(q.shape[:2])
+            q, k = _with_products(q, k, query_numbers, numbers, scale)
         if call.moved:
             q, k, v = (x.roll(-call.moved, 1) for x in (q, k, v))
         out = mesh_attention(q, k, v, call.options._replace(softmax_scale=scale))
         if call.empty is not None:
-            nothing = out.new_zeros(out.shape[0], 1, *out.shape[2:])
-            return torch.cat([out[:, :row], nothing, out[:, row:]], 1)
+            zero_row = out.new_zeros(out.shape[0], 1, *out.shape[2:])
+            return torch.cat([out[:, :row], zero_row, out[:, row:]], 1)
         return out.roll(call.moved, 1) if call.moved else out
 
     _attend_outside = disable_in_compile("no graph has attention over padded or joint tokens")(
@@ -452,19 +452,19 @@ class PassState:
 
 
 def _with_products(
-    q: Tensor, k: Tensor, of_queries: Tensor, of_keys: Tensor, softmax_scale: float
+    q: Tensor, k: Tensor, query_numbers: Tensor, key_numbers: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys whose scores have the product of their tokens' numbers added: features more
     of each head, of which kernels know no difference.
 
     Shapes:
-        of_queries, of_keys: numbers ``[b, s_local]``.
+        query_numbers, key_numbers: numbers ``[b, s_local]``.
     """
-    features = of_keys.new_zeros(*of_keys.shape, 1, 8)  # head dims are multiples of 8
-    features[..., :2] = of_keys[..., None, None]
+    features = key_numbers.new_zeros(*key_numbers.shape, 1, 8)  # head dims are multiples of 8
+    features[..., :2] = key_numbers[..., None, None]
     keys = features.to(k.dtype).expand(*k.shape[:-1], 8)
-    features = of_queries.new_zeros(*of_queries.shape, 1, 8)
-    features[..., :2] = of_queries[..., None, None] / softmax_scale
+    features = query_numbers.new_zeros(*query_numbers.shape, 1, 8)
+    features[..., :2] = query_numbers[..., None, None] / softmax_scale
     # In two parts, as 1 / softmax_scale is no number of bf16.
     features[..., 1] -= features[..., 0].to(q.dtype)
     queries = features.to(q.dtype).expand(*q.shape[:-1], 8)
@@ -518,8 +518,8 @@ def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, 
 
 def _check_lora_scale(transformer: nn.Module, scale: Any) -> None:
     # diffusers sets LoRA's layers back when the forward pass ends (apply_lora_scale).
-    again = torch.is_grad_enabled() and getattr(transformer, "is_gradient_checkpointing", False)
-    if not again or scale in (None, 1):
+    reruns = torch.is_grad_enabled() and getattr(transformer, "is_gradient_checkpointing", False)
+    if not reruns or scale in (None, 1):
         return
     if any(map(is_adapter, transformer.modules())):
         raise UnsupportedAttentionError(

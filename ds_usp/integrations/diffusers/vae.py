@@ -199,9 +199,9 @@ def check_tiles(vae: Any) -> None:
             factor = getattr(vae, f"tile_overlap_factor_{axis}", None)
             factor = vae.tile_overlap_factor if factor is None else factor
             stride = int(sample * (1 - factor))
-            kept = sample - int(sample * factor), latent - int(latent * factor)
-            steps = int(latent * (1 - factor)), stride
-            fits = (ratio * latent, ratio * steps[0], ratio * kept[1]) == (sample, kept[0], stride)
+            kept, kept_latent = sample - int(sample * factor), latent - int(latent * factor)
+            step = int(latent * (1 - factor))  # in latents, as a stride is in pixels
+            fits = (ratio * latent, ratio * step, ratio * kept_latent) == (sample, kept, stride)
         if not fits or not (stride is None or 0 < stride <= sample):
             raise ConfigError(
                 f"{type(vae).__name__}: tiles of {axis} {sample}, one each {stride}, do not fit "
@@ -310,13 +310,13 @@ class _Chain:
 
     def run(self) -> None:
         """Compute them; what the ends do not need is freed on the way."""
-        made: set[_Deferred] = set()
+        outputs: set[_Deferred] = set()
         self.calls.reverse()
         while self.calls:
             call = self.calls.pop()
             call.run()
-            made.update(call.outputs)
-            for later in made.difference(self.ends, *map(_deferred_in, self.calls)):
+            outputs.update(call.outputs)
+            for later in outputs.difference(self.ends, *map(_deferred_in, self.calls)):
                 later.value = None
 
 
@@ -420,11 +420,11 @@ class _Tiles:
     ) -> None:
         values = [x.value for chain in chains for x in chain.ends if x.value is not None]
         shapes = [(list(x.shape), str(x.dtype).removeprefix("torch.")) for x in values]
-        of_ranks = [iter(each) for each in gathered_values(self.mesh, shapes)]
+        rank_shapes = [iter(each) for each in gathered_values(self.mesh, shapes)]
         sent = []
         for chain, owner in zip(chains, owners, strict=True):
             for x in chain.ends:
-                shape, dtype = next(of_ranks[owner])
+                shape, dtype = next(rank_shapes[owner])
                 if x.value is None:
                     options = {"dtype": getattr(torch, dtype), "device": chain.device}
                     x.value = torch.empty(shape, **options)

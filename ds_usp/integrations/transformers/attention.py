@@ -390,9 +390,9 @@ def mask_of(mask: LayerMask, packing: Packing, seq_len: int, layer: str = "a lay
     documents = packing.documents
     if packing.parents or band.blocks is not None:
         if mask._spec is None:  # once for all layers
-            in_tree = packing.parents
+            parents = packing.parents
             mask._spec = (
-                _in_tree(band, packing, layer) if in_tree else _in_blocks(band, documents, seq_len)
+                _in_tree(band, packing, layer) if parents else _in_blocks(band, documents, seq_len)
             )
         return mask._spec
     if band.chunk is None:
@@ -466,17 +466,19 @@ def _in_blocks(band: _Band, documents: tuple[Borders, ...], seq_len: int) -> Mas
     rows = documents or ((0, seq_len),)
     rows = rows * len(numbers) if len(rows) == 1 else rows
     blocks = []
-    for row, (of_row, borders) in enumerate(zip(numbers, rows, strict=True)):
-        begins = (of_row.diff().nonzero().flatten() + 1).tolist()
+    for row, (block_numbers, borders) in enumerate(zip(numbers, rows, strict=True)):
+        begins = (block_numbers.diff().nonzero().flatten() + 1).tolist()
         runs = list(pairwise(sorted({*borders, *begins})))
-        places = [(bisect_right(borders, start), int(of_row[start])) for start, _ in runs]
-        of_blocks = [x for x in places if x[1] >= 0]
-        if len(set(of_blocks)) < len(of_blocks):
+        # The document of each run, and the number of its block; below 0: in none.
+        numbered = [(bisect_right(borders, start), int(block_numbers[start])) for start, _ in runs]
+        run_blocks = [(document, block) for document, block in numbered if block >= 0]
+        if len(set(run_blocks)) < len(run_blocks):
             raise UnsupportedAttentionError(
                 f"a block of row {row} has other tokens between its own, which see each other "
                 "both ways: served are blocks of consecutive tokens"
             )
-        blocks.append(tuple(run for run, x in zip(runs, places, strict=True) if x[1] >= 0))
+        pairs = zip(runs, numbered, strict=True)
+        blocks.append(tuple(run for run, (_, block) in pairs if block >= 0))
         longest = max((stop - start for start, stop in blocks[-1]), default=0)
         if band.max_block is not None and longest > band.max_block:
             raise UnsupportedAttentionError(

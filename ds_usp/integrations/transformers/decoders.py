@@ -69,10 +69,10 @@ _BIASES: Final[Mapping[str, str]] = MappingProxyType(
 T = TypeVar("T")
 
 
-def _cached(of_class: Callable[[Any], T]) -> Callable[[Any], T]:
+def _cached(function: Callable[[Any], T]) -> Callable[[Any], T]:
     """Make a function compute once for each class. Type checkers take classes of modules for not
     hashable, which they are."""
-    return lru_cache(maxsize=1024)(of_class)
+    return lru_cache(maxsize=1024)(function)
 
 
 def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -84,11 +84,11 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
 def _source(kind: Any) -> str:
     """The code of a class's forward where it is transformers' own, without wrappers; else nothing.
     FSDP2 makes classes of its own around those of models."""
-    of_transformers = next(filter(is_of_transformers, kind.__mro__), None)
-    if of_transformers is None or not hasattr(kind, "forward"):
+    base = next(filter(is_of_transformers, kind.__mro__), None)
+    if base is None or not hasattr(kind, "forward"):
         return ""
     forward: Any = inspect.unwrap(kind.forward)
-    if forward is not inspect.unwrap(vars(of_transformers).get("forward", of_transformers.forward)):
+    if forward is not inspect.unwrap(vars(base).get("forward", base.forward)):
         return ""
     return inspect.getsource(forward)
 
@@ -332,8 +332,8 @@ class _AllKeys(Keys):
 class _KeysOfChunk(_AllKeys):
     """Returns the keys that were gathered."""
 
-    def __init__(self, of_layer: _AllKeys, pair: tuple[Tensor, Tensor]) -> None:
-        super().__init__(of_layer._layer, of_layer._gather)
+    def __init__(self, layer_keys: _AllKeys, pair: tuple[Tensor, Tensor]) -> None:
+        super().__init__(layer_keys._layer, layer_keys._gather)
         self._pair = pair
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -413,7 +413,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 self._router_loss.begin(
                     None if counts is None else layout.shard(counts, 1, self.mesh.rank),
                     in_fused_head=bool(local.get(_TRL_FUSED_HEAD)),
-                    of_rows=rows is not None,
+                    is_tree=rows is not None,
                 )
             return (), local
 
@@ -446,14 +446,14 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return refusals.positions_follow_padding(without_towers(self._inner))
 
     def _asks_for_router_logits(self, arguments: Mapping[str, Any]) -> bool:
-        asked = arguments.get("output_router_logits")
+        value = arguments.get("output_router_logits")
         text = self._inner.config.get_text_config()
-        return bool(getattr(text, "output_router_logits", False) if asked is None else asked)
+        return bool(getattr(text, "output_router_logits", False) if value is None else value)
 
     def _read(self, arguments: Mapping[str, Any]) -> WholeArguments:
         """The batch; labels of whole sequences, which no shard is made of, are no part of it."""
-        kept = {x: value for x, value in arguments.items() if x != "labels" or not self._whole_head}
-        return WholeArguments.read(kept)
+        used = {x: value for x, value in arguments.items() if x != "labels" or not self._whole_head}
+        return WholeArguments.read(used)
 
     def _shard_of(self, batch: WholeArguments, shard: Shard) -> dict[str, Any]:
         """Return the arguments of the module at which shards begin, and of the layers in it."""
@@ -639,10 +639,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def _finish_loss(self, shard: Shard, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
         loss, running = out.get("loss"), self._running
-        computed, of_routers = running.loss, running.router_loss
+        computed, router_loss = running.loss, running.router_loss
         running.loss = running.router_loss = None
-        if of_routers is not None:
-            out["aux_loss"] = of_routers
+        if router_loss is not None:
+            out["aux_loss"] = router_loss
         elif isinstance(out.get("aux_loss"), Tensor):
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes a loss of its routers from this rank's "
@@ -663,7 +663,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             computed is None
             or loss.data_ptr() != computed.data_ptr()
             or loss.dtype != computed.dtype
-            or version_of(loss) > int(of_routers is not None)  # that loss is one addition
+            or version_of(loss) > int(router_loss is not None)  # that loss is one addition
         ):
             raise UnsupportedAttentionError(
                 f"{type(self._inner).__name__} computes its loss in its own way, or adds to it "
@@ -753,8 +753,8 @@ def rows_of_outputs(
     for key in [key for key in out if key in _PER_TOKEN and out[key] is not None]:
         value = out[key]
         if key in _LOG_PROBABILITIES:
-            of_rows = rows.of_rows(value, rows.is_labeled)
-            out[key] = of_rows[:, :-1] if rows.drops_last else of_rows
+            row_values = rows.of_rows(value, rows.is_labeled)
+            out[key] = row_values[:, :-1] if rows.drops_last else row_values
         elif all_joined and isinstance(value, tuple):
             flat = key == _ROUTERS  # rows and tokens in one dim
             each = (x if x is None or not flat else x[None] for x in value)

@@ -180,12 +180,12 @@ def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> tuple[Par
         DataError: on every rank, if a rank has fewer tokens than another one has pieces.
     """
     layout = chains.layout
-    wanted = [
-        sum(ceil(piece.length * chunks / layout.length(of_rank)) for piece in pieces)
-        for of_rank, pieces in enumerate(chains.by_rank)
+    chunk_counts = [
+        sum(ceil(piece.length * chunks / layout.length(owner)) for piece in pieces)
+        for owner, pieces in enumerate(chains.by_rank)
     ]
     tokens = min(sum(piece.length for piece in pieces) for pieces in chains.by_rank)
-    number = max(min(max(wanted), tokens), *map(len, chains.by_rank))
+    number = max(min(max(chunk_counts), tokens), *map(len, chains.by_rank))
     if number > tokens:
         raise DataError(
             f"a rank has {number} pieces of documents, and another one {tokens} tokens: documents "
@@ -203,8 +203,8 @@ def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> tuple[Par
     for piece, count in zip(pieces, counts, strict=True):
         row_offset = piece.offset - length * (piece.row or 0)
         for a, b in pairwise(n * piece.length // count for n in range(count + 1)):
-            of_row = piece.row, row_offset + a, piece.first, piece.start + b
-            parts.append(Part(piece.offset + a, piece.offset + b, *of_row))
+            start, stop = piece.offset + a, piece.offset + b
+            parts.append(Part(start, stop, piece.row, row_offset + a, piece.first, piece.start + b))
     return tuple(parts)
 
 
@@ -219,10 +219,10 @@ class _KeysOfPart(Keys):
     """
 
     def __init__(
-        self, of_layer: Keys, part: Part, gathered: Gathered, picked: dict[int, Any]
+        self, layer_keys: Keys, part: Part, gathered: Gathered, picked: dict[int, Any]
     ) -> None:
-        super().__init__(of_layer._layer, of_layer._gather)
-        self.indexed = None if of_layer.indexed is None else part.keys(of_layer.indexed)
+        super().__init__(layer_keys._layer, layer_keys._gather)
+        self.indexed = None if layer_keys.indexed is None else part.keys(layer_keys.indexed)
         self._part, self._gathered, self._picked = part, gathered, picked
 
     def update(self, *_: Any, **__: Any) -> Any:
@@ -261,17 +261,17 @@ def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return keys.pick(lambda: forward(*args, **kwargs))
 
 
-def number_of_chunks(query_chunks: int | str, layout: TokenLayout, of_query: int) -> int:
+def number_of_chunks(query_chunks: int | str, layout: TokenLayout, query_bytes: int) -> int:
     """Return how many chunks a layer's queries go in, the same on every rank: as many as were asked
     for, or as keep the largest tensor of one within ``BYTES_OF_CHUNK``.
 
     Args:
-        of_query: the bytes of that tensor for one query of each row.
+        query_bytes: the bytes of that tensor for one query of each row.
     """
     lengths = [layout.length(rank) for rank in range(layout.degree)]
     if query_chunks != AUTO:
         return int(query_chunks)
-    queries = max(1, BYTES_OF_CHUNK // of_query)
+    queries = max(1, BYTES_OF_CHUNK // query_bytes)
     return min(ceil(max(lengths) / queries), min(lengths))
 
 
@@ -315,7 +315,7 @@ def run_in_parts(
     *,
     recomputed: bool,
     real: Tensor | None = None,
-    of_keys: Mapping[str, Any] = MappingProxyType({}),
+    key_arguments: Mapping[str, Any] = MappingProxyType({}),
     window: int | None = None,
 ) -> Any:
     """Return what ``forward(hidden_states=hidden_states, ...)`` does, by parts of the queries.
@@ -325,15 +325,15 @@ def run_in_parts(
         check: raises if the layer has not put its keys into ``keys``.
         recomputed: each part is computed again in backward, and reads picked latents alone.
         real: the mask of the first run, which only marks padding; None: nothing is seen in it.
-        of_keys: arguments that a part is given of its keys' tokens, instead of its queries'.
+        key_arguments: arguments that a part is given of its keys' tokens, instead of its queries'.
         window: tokens that a query sees of what is not compressed; None: all.
     """
     keys.is_first_run = True
-    nothing = hidden_states.new_empty((1, 1, 0, 0), dtype=torch.bool)
-    with _attends_to_picked(layer, nothing), suppress(KeysAreMade):
+    empty_mask = hidden_states.new_empty((1, 1, 0, 0), dtype=torch.bool)
+    with _attends_to_picked(layer, empty_mask), suppress(KeysAreMade):
         forward(
             hidden_states=hidden_states,
-            attention_mask=nothing if real is None else real,
+            attention_mask=empty_mask if real is None else real,
             past_key_values=keys,
             **arguments,
         )
@@ -354,7 +354,7 @@ def run_in_parts(
         sliced = {name: of_queries(name, x, part, _QUERY_DIMS) for name, x in arguments.items()}
         for name, mapping in shared.items():
             sliced[name] = {key: gathered.of_part(pair, part) for key, pair in mapping.items()}
-        for name, value in of_keys.items():
+        for name, value in key_arguments.items():
             sliced[name] = tuple(part.keys(y).expand(len(x), -1, -1) for y in value)
         with _attends_to_picked(layer) if with_latents else nullcontext():
             out = forward(
@@ -390,8 +390,8 @@ def _joined(further: list[tuple[Any, ...]], picked: dict[int, Any], rows: int) -
     joined = [x[0] if x[0] is None else torch.cat(x, 1) for x in zip(*further, strict=True)]
     further[:] = [()] * len(further)
     if joined and joined[0] is not None:
-        for start, of_part in picked.items():
-            picked[start] = joined[0].narrow(1, start, of_part.shape[1])
+        for start, part_picks in picked.items():
+            picked[start] = joined[0].narrow(1, start, part_picks.shape[1])
     return [x if x is None else _in_rows(x, rows) for x in joined]
 
 
@@ -515,27 +515,27 @@ def of_queries(name: str, value: Any, part: Part, dims: Mapping[str, int | None]
 
 
 @contextmanager
-def _attends_to_picked(layer: Any, nothing: Tensor | None = None) -> Iterator[None]:
+def _attends_to_picked(layer: Any, empty_mask: Tensor | None = None) -> Iterator[None]:
     """Let the layer call :func:`attend_to_picked`, with the latents if it has some.
 
     Args:
-        nothing: what is seen in the first run; None in others.
+        empty_mask: the mask of the first run; None in others.
     """
     AttentionInterface.register(_PICKED, attend_to_picked)
     config, before = layer.config, layer.config._attn_implementation_internal
     config._attn_implementation_internal = _PICKED
-    instead: dict[str, Any] = {"expand_kv": lambda latents, rotary: (latents, rotary)}
+    methods: dict[str, Any] = {"expand_kv": lambda latents, rotary: (latents, rotary)}
     # GLM-5 Next hands attention a mask of what is picked, and not the indices.
-    instead["build_attention_mask_from_topk"] = lambda topk_indices, **_: (
-        topk_indices if nothing is None else nothing
+    methods["build_attention_mask_from_topk"] = lambda topk_indices, **_: (
+        topk_indices if empty_mask is None else empty_mask
     )
-    instead = {name: method for name, method in instead.items() if hasattr(layer, name)}
-    vars(layer).update(instead)
+    methods = {name: method for name, method in methods.items() if hasattr(layer, name)}
+    vars(layer).update(methods)
     try:
         yield
     finally:
         config._attn_implementation_internal = before
-        for name in instead:
+        for name in methods:
             del vars(layer)[name]
 
 
@@ -575,8 +575,8 @@ def attend_to_picked(
     matrix = module.kv_b_proj(identity).view(rank, heads, -1)
     to_key, to_value = matrix[..., :nope], matrix[..., nope:]
     query = query.to(matrix.dtype).transpose(1, 2)
-    of_latents = torch.einsum("bshn,rhn->bshr", query[..., :nope], to_key)
-    query = torch.cat([of_latents, query[..., nope:]], -1).flatten(0, 1)
+    latent_query = torch.einsum("bshn,rhn->bshr", query[..., :nope], to_key)
+    query = torch.cat([latent_query, query[..., nope:]], -1).flatten(0, 1)
 
     positions = indices.long()
     first = torch.arange(rows, device=positions.device)[:, None, None] * tokens

@@ -202,14 +202,14 @@ def rebound(function: Any, replacements: Mapping[str, MeshFunction]) -> Any:
     """The function, which calls these for those of the same names; its wrappers stay."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        of_module = function.__globals__
-        instead = {
-            name: partial(_run_function, name, replacement, of_module)
+        module_globals = function.__globals__
+        bound = {
+            name: partial(_run_function, name, replacement, module_globals)
             for name, replacement in replacements.items()
         }
-        return with_globals(function, {**of_module, **instead})
-    kept = CellType(rebound(inner, replacements))
-    cells = (kept if cell.cell_contents is inner else cell for cell in function.__closure__)
+        return with_globals(function, {**module_globals, **bound})
+    inner_cell = CellType(rebound(inner, replacements))
+    cells = (inner_cell if cell.cell_contents is inner else cell for cell in function.__closure__)
     return with_globals(function, function.__globals__, *cells)
 
 

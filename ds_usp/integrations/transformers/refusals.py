@@ -234,7 +234,7 @@ _ATTENTION = re.compile(r"(?!.*(norm|drop|ln))\w*(attn|attention)")
 def replaced_attention(model: PreTrainedModel) -> dict[str, frozenset[str]]:
     """Modules that are neither transformers' nor torch's in the place of a layer's attention: by
     their names, the classes of what is in them, of which one must be attention."""
-    found: dict[str, frozenset[str]] = {}
+    names: dict[str, frozenset[str]] = {}
     for layer in text_modules(model):
         if not isinstance(layer, GradientCheckpointingLayer):
             continue
@@ -244,8 +244,8 @@ def replaced_attention(model: PreTrainedModel) -> dict[str, frozenset[str]]:
                 "torch."
             )
             if _ATTENTION.match(name) and not ours:
-                found[kind.__name__] = frozenset(type(module).__name__ for module in part.modules())
-    return found
+                names[kind.__name__] = frozenset(type(module).__name__ for module in part.modules())
+    return names
 
 
 def layout_of_states(model: PreTrainedModel, options: Options) -> str:
@@ -273,8 +273,8 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
     counted = None if positions is None else positions.tolist()
     documents = batch.documents or ((0, batch.seq_len),) * batch.size
     parents = batch.packing.parents or [(-1,) * len(borders) for borders in documents]
-    for row, (borders, of_row) in enumerate(zip(documents, parents, strict=True)):
-        for start, parent in zip(borders[:-1], of_row, strict=False):
+    for row, (borders, row_parents) in enumerate(zip(documents, parents, strict=True)):
+        for start, parent in zip(borders[:-1], row_parents, strict=False):
             if parent >= 0 or (mask is not None and not mask[row, start]):  # a branch, padding
                 continue
             first = start if counted is None else counted[row % len(counted)][start]
@@ -533,8 +533,8 @@ def positions_follow_padding(modules: Iterable[nn.Module]) -> bool:
 def _is_of_a_model(kind: type) -> bool:
     """Whether a class is a model's own, and none of what all models have in common."""
     name = kind.__module__
-    of_all = name.startswith(("builtins", "torch", "transformers."))
-    return name.startswith("transformers.models.") or not of_all
+    is_common = name.startswith(("builtins", "torch", "transformers."))
+    return name.startswith("transformers.models.") or not is_common
 
 
 @lru_cache(maxsize=1024)

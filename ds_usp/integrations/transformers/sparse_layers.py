@@ -129,8 +129,8 @@ class SparseLayers:
         name = "sdpa" if implementation == "sdpa" else "eager"
         configs: dict[int, Any] = {}
         for layer in self.layers:
-            of_any: Any = layer  # for the type checker
-            config = configs.setdefault(id(of_any.config), copy.copy(of_any.config))
+            any_layer: Any = layer  # for the type checker
+            config = configs.setdefault(id(any_layer.config), copy.copy(any_layer.config))
             config._attn_implementation_internal = name
             self._replaced.set(layer, "config", config)
             forward = partial(type(layer).forward, layer)
@@ -203,23 +203,23 @@ def _run_layer(
         kwargs["position_ids"] = position_ids
     chains = state_chains(layout, spec.documents, rows) if counts_tokens else None
     together = rows if chains is None else chains.rows_of_piece
-    of_query = together * bytes_of_query(layer, layout.seq_len, hidden_states.element_size())
-    chunks = number_of_chunks(query_chunks, layout, of_query)
+    query_bytes = together * bytes_of_query(layer, layout.seq_len, hidden_states.element_size())
+    chunks = number_of_chunks(query_chunks, layout, query_bytes)
     bools = implementation != "eager" or (chunks > 1 and reads_picked_latents(layer))
     run = partial(run_in_parts, layer, forward, keys, check=check, recomputed=chunks > 1)
     run = partial(run, hidden_states=hidden_states, arguments=kwargs)
     if chains is not None:
         if _is_any(type(layer), _COMPARES):
             kwargs["position_ids"] = _counts(usp, chains, device)
-        of_keys: dict[str, Any] = {}
+        key_arguments: dict[str, Any] = {}
         if _is_any(type(layer), _ANGLES_OF_KEYS):
-            of_keys["position_embeddings"] = _angles_of_keys(usp, position_embeddings, gather)
+            key_arguments["position_embeddings"] = _angles_of_keys(usp, position_embeddings, gather)
         real = hidden_states.new_ones((rows, length), dtype=torch.bool)
-        of_padding = _is_any(type(layer), _PADDING_MASKS)
+        masks_padding = _is_any(type(layer), _PADDING_MASKS)
         window = None if spec.left is None else spec.left + 1
 
         def seen_in_document(part: Part) -> Tensor:
-            if of_padding:
+            if masks_padding:
                 return part.queries(real, 1)
             seen = seen_keys_in_document(layer, part, window, device)
             seen = seen if bools else as_scores(seen, dtype)
@@ -228,8 +228,8 @@ def _run_layer(
         out = run(
             parts=parts_of_documents(chains, usp.call.mesh.rank, chunks),
             seen=seen_in_document,
-            real=real if of_padding else None,
-            of_keys=of_keys,
+            real=real if masks_padding else None,
+            key_arguments=key_arguments,
             window=window,
         )
     elif chunks > 1:
@@ -314,9 +314,9 @@ def _pick_blocks(
     ratio, width = indexer.compress_ratio, indexer.index_head_dim
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     (rows, queries), (cos, sin) = hidden_states.shape[:2], position_embeddings
-    of_queries = {"cos": cos[:, -queries:], "sin": sin[:, -queries:], "unsqueeze_dim": 2}
+    query_angles = {"cos": cos[:, -queries:], "sin": sin[:, -queries:], "unsqueeze_dim": 2}
     heads = indexer.index_qk_proj(hidden_states).view(rows, queries, -1, width)
-    query = rotate(indexer.q_layernorm(heads[:, :, :-1]), **of_queries)
+    query = rotate(indexer.q_layernorm(heads[:, :, :-1]), **query_angles)
     places = torch.arange(cos.shape[1], device=cos.device)
     complete = ((places[-queries:] + 1) // ratio)[:, None]  # blocks of each query
 
@@ -328,8 +328,8 @@ def _pick_blocks(
         behind = max(count * ratio - key.shape[1], 0)
         whole = pad(key, (0, 0, 0, behind))[:, : count * ratio].unflatten(1, (count, ratio))
         pooled = indexer.k_layernorm(whole.float().mean(2).to(key.dtype))[:, :, None]
-        of_blocks = {"cos": cos[:, : count * ratio : ratio], "sin": sin[:, : count * ratio : ratio]}
-        pooled = rotate(pooled, **of_blocks, unsqueeze_dim=2)[:, :, 0]
+        angles = {"cos": cos[:, : count * ratio : ratio], "sin": sin[:, : count * ratio : ratio]}
+        pooled = rotate(pooled, **angles, unsqueeze_dim=2)[:, :, 0]
         scores = torch.relu(query.float() @ pooled.float().transpose(1, 2)[:, None])
         scores = scores.sum(2) / width**0.5
         scores = scores.masked_fill(places[:count] >= complete, float("-inf"))

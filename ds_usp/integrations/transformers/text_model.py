@@ -44,9 +44,9 @@ def without_towers(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 def towers(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The outermost models of other configurations than the text's, inside and beside of it."""
-    kept = dict.fromkeys(_without_towers(model, model))
-    children = dict.fromkeys(child for module in kept for child in module.children())
-    return [x for x in _models(children) if x not in kept]
+    outside = dict.fromkeys(_without_towers(model, model))
+    children = dict.fromkeys(child for module in outside for child in module.children())
+    return [x for x in _models(children) if x not in outside]
 
 
 def _without_towers(module: nn.Module, model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -77,14 +77,14 @@ class ReplacedImplementation:
         everything = {id(c): c for c in _configs(model.config)}
         everything |= {id(m.config): m.config for m in _models(model.modules())}
         self._before = [(c, c._attn_implementation) for c in everything.values()]
-        kept = {id(model.config.get_text_config())}
-        kept |= {id(m.config) for m in _models(_without_towers(model, model))}
+        text_configs = {id(model.config.get_text_config())}
+        text_configs |= {id(m.config) for m in _models(_without_towers(model, model))}
         # By transformers' own rules, which know what a model can set. Then back again in towers,
         # and set where a rule about source code left the text model (ModernBERT of 5.6): a model
         # whose layers do not read it is refused after its first pass.
         model.set_attn_implementation(implementation)
         for config, before in self._before:
-            value = implementation if id(config) in kept else before
+            value = implementation if id(config) in text_configs else before
             config._attn_implementation_internal = value
 
     def restore(self) -> None:
@@ -146,14 +146,14 @@ class ImagePositions:
         is_made = len(runs) > batch.size if positions is None else positions.ndim == 2
         if not is_made:  # by the model itself, or by the caller
             return False
-        wanted = f"[4, {batch.size}, {batch.seq_len}], of which the first counts tokens as text"
+        expected = f"[4, {batch.size}, {batch.seq_len}], of which the first counts tokens as text"
         rows = () if positions is None else positions.cpu().long().expand(batch.size, -1)
         for row, start, stop in runs if len(rows) else ():
             if not torch.equal(rows[row][start:stop], torch.arange(stop - start)):
                 raise DataError(
                     f"position_ids of row {row} do not count tokens {start} to {stop - 1} from 0, "
                     f"and images of {self._name} have positions of time, height and width: let "
-                    f"them begin at 0 with each document, leave them out, or give {wanted}"
+                    f"them begin at 0 with each document, leave them out, or give {expected}"
                 )
         takes_text = "shape[0] == 4" in inspect.getsource(type(self._text).forward)
         takes = inspect.signature(getattr(type(self._owners[0]), _MAKES)).parameters.keys()
@@ -166,7 +166,7 @@ class ImagePositions:
         if missing:
             raise DataError(
                 f"{self._name} makes positions of images by {' and '.join(sorted(missing))}: give "
-                f"what its processor makes, or position_ids {wanted}"
+                f"what its processor makes, or position_ids {expected}"
             )
         self._batch = batch
         for owner in self._owners:
@@ -201,9 +201,9 @@ class ImagePositions:
             if x is not None:
                 parts = [x[row, start:stop] for row, start, stop in runs]
                 bound.arguments[name] = pad_sequence(parts, batch_first=True)
-        made, deltas = make(*bound.args, **bound.kwargs)
-        out = made.new_zeros(4, *ids.shape)
+        positions, deltas = make(*bound.args, **bound.kwargs)
+        out = positions.new_zeros(4, *ids.shape)
         for index, (row, start, stop) in enumerate(runs):
             out[0, row, start:stop] = torch.arange(stop - start)
-            out[1:, row, start:stop] = made[:, index, : stop - start]
+            out[1:, row, start:stop] = positions[:, index, : stop - start]
         return out, deltas

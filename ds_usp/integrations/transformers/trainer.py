@@ -247,9 +247,9 @@ def _correct_rank_counts(trainer: Trainer, sp_degree: int) -> None:
         return out
 
     def count_steps(metrics: dict[str, float]) -> None:
-        in_a_step = trainer.args.eval_batch_size * trainer.args.world_size // sp_degree
+        samples_a_step = trainer.args.eval_batch_size * trainer.args.world_size // sp_degree
         for prefix in [x for x in samples if metrics.get(f"{x}_runtime")]:
-            steps = math.ceil(samples.pop(prefix) / in_a_step)
+            steps = math.ceil(samples.pop(prefix) / samples_a_step)
             speed = steps / metrics[f"{prefix}_runtime"]
             metrics[f"{prefix}_steps_per_second"] = round(speed, 3)
 

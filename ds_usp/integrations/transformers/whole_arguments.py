@@ -106,20 +106,20 @@ class WholeArguments:
         mask, rows = present.pop(PADDING, None), [RealTokens(0, seq_len, seq_len, 0)] * size
         if mask is not None:
             rows = _real_tokens(mask, size, seq_len)
-        of_mask = () if mask is None else borders_of_mask(mask, rows)
+        mask_documents = () if mask is None else borders_of_mask(mask, rows)
         if any(row.num < seq_len for row in rows):  # else it says nothing that documents do not
             present[PADDING] = (mask != 0) if any(row.num_others for row in rows) else mask
         if TREE in present:
-            if of_mask:
+            if mask_documents:
                 raise DataError(
-                    f"attention_mask has {format_documents(of_mask)} beside a tree, of which "
-                    "padding is a root of its own without labels: leave attention_mask out"
+                    f"attention_mask has {format_documents(mask_documents)} beside a tree, of "
+                    "which padding is a root of its own without labels: leave attention_mask out"
                 )
             packing = read_tree(present, size, seq_len)
             if "position_ids" not in present:
                 present["position_ids"] = tree_positions(packing, tokens.device)
             return cls(present, size, seq_len, left_padded=False, packing=packing)
-        documents = _documents(present, mask, of_mask, rows, seq_len)
+        documents = _documents(present, mask, mask_documents, rows, seq_len)
         if "seq_idx" in present:
             _check_numbers(present["seq_idx"], documents, size, seq_len)
         left_padded = any(row.first > 0 for row in rows)
@@ -309,9 +309,9 @@ class WholeArguments:
 
     def _of_images(self, handed: Mapping[str, Any], layout: TokenLayout, rank: int) -> list[Tensor]:
         # A row for each token of an image, in the order of the sequence (Qwen3-VL's DeepStack).
-        of_image: Tensor = handed["visual_pos_masks"]
-        rows = (of_image.flatten().cumsum(0) - 1).view_as(of_image)
-        local_rows = layout.shard(rows, 1, rank)[layout.shard(of_image, 1, rank)]
+        is_image: Tensor = handed["visual_pos_masks"]
+        rows = (is_image.flatten().cumsum(0) - 1).view_as(is_image)
+        local_rows = layout.shard(rows, 1, rank)[layout.shard(is_image, 1, rank)]
         return [x[local_rows.to(x.device)] for x in handed["deepstack_visual_embeds"]]
 
 
@@ -427,8 +427,8 @@ class RowsAsTree:
         """Values ``[1, tokens, ...]`` of the tree, ``[b, s, ...]`` of the rows; 0 of those that do
         not count. Differentiable: a token of several rows gets the sum of their gradients."""
         rows = x[0][self.index.to(x.device)]
-        nothing = ~counts.to(x.device)
-        return rows.masked_fill(nothing.view(*nothing.shape, *[1] * (rows.ndim - 2)), 0)
+        uncounted = ~counts.to(x.device)
+        return rows.masked_fill(uncounted.view(*uncounted.shape, *[1] * (rows.ndim - 2)), 0)
 
 
 def holds_tensor(value: Any) -> bool:
@@ -450,8 +450,8 @@ def _check_dims(name: str, x: Any) -> None:
     dims = {"inputs_embeds": (3,), "position_ids": (2, 3)}.get(name, (2,))
     if not isinstance(x, Tensor) or x.ndim not in dims or 0 in x.shape:
         shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        wanted = "[batch, tokens, hidden]" if dims == (3,) else "[batch, tokens]"
-        raise DataError(f"{name} {shape} must be a tensor {wanted}, of one row or more")
+        expected = "[batch, tokens, hidden]" if dims == (3,) else "[batch, tokens]"
+        raise DataError(f"{name} {shape} must be a tensor {expected}, of one row or more")
     if name == "inputs_embeds":
         if not x.is_floating_point():
             raise DataError(f"inputs_embeds are {x.dtype}: give embeddings, or tokens as input_ids")
@@ -485,7 +485,7 @@ def _real_tokens(mask: Any, size: int, seq_len: int) -> list[RealTokens]:
 def _documents(
     arguments: Mapping[str, Any],
     mask: Tensor | None,
-    of_mask: tuple[Borders, ...],
+    mask_documents: tuple[Borders, ...],
     rows: list[RealTokens],
     seq_len: int,
 ) -> tuple[Borders, ...]:
@@ -506,22 +506,22 @@ def _documents(
             rows = [RealTokens(0, min(borders[0][-1], seq_len), seq_len, 0)]
         stated[name] = [borders_within(name, borders[0], rows[0], seq_len, 0)]
     if any(row.num_others for row in rows):
-        stated[PADDING] = of_mask or [(0, seq_len)] * size
+        stated[PADDING] = mask_documents or [(0, seq_len)] * size
     if stated:
         return tuple(agreed_documents(stated, steps, rows))
-    found = []
-    for row, (real, of_row) in enumerate(zip(rows, steps or [{}] * size, strict=True)):
-        inside = [x for x in of_row if real.first < x < real.stop]
-        jumps = [x for x in inside if of_row[x] > 1]
+    documents = []
+    for row, (real, row_steps) in enumerate(zip(rows, steps or [{}] * size, strict=True)):
+        inside = [x for x in row_steps if real.first < x < real.stop]
+        jumps = [x for x in inside if row_steps[x] > 1]
         if jumps and mask is not None:
             raise DataError(
-                f"position_ids of row {row} jump forward by {of_row[jumps[0]]} at token "
+                f"position_ids of row {row} jump forward by {row_steps[jumps[0]]} at token "
                 f"{jumps[0]}, where a document would begin, and an attention_mask is given, by "
                 "which none does. Leave attention_mask out if one does; of one document whose "
                 "positions jump give cu_seq_lens_q and cu_seq_lens_k, [0, tokens]"
             )
-        found.append(borders_through((real.first, *inside, real.stop), seq_len))
-    return () if set(found) == {(0, seq_len)} else tuple(found)
+        documents.append(borders_through((real.first, *inside, real.stop), seq_len))
+    return () if set(documents) == {(0, seq_len)} else tuple(documents)
 
 
 def _check_numbers(
@@ -534,9 +534,9 @@ def _check_numbers(
     if tuple(numbers.shape) not in ((size, seq_len), (1, seq_len)):
         raise DataError(f"seq_idx {list(numbers.shape)} must be [{size}, {seq_len}], as the tokens")
     begins = [row.nonzero().flatten() + 1 for row in numbers[:, 1:] != numbers[:, :-1]]
-    of_numbers = [borders_through(row.tolist(), seq_len) for row in begins]
+    row_borders = [borders_through(row.tolist(), seq_len) for row in begins]
     rows = list(documents or [(0, seq_len)]) * (size if len(documents) <= 1 else 1)
-    numbered = of_numbers * (size // len(begins))
+    numbered = row_borders * (size // len(begins))
     for row, (borders, expected) in enumerate(zip(numbered, rows, strict=True)):
         if borders != expected:
             raise DataError(

@@ -137,23 +137,23 @@ class RouterLoss:
         self._running = running
         self._before: list[tuple[Any, Any]] = []
         self._counts: Tensor | None = None
-        self._in_fused_head = self._of_rows = False
+        self._in_fused_head = self._is_tree = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
         model, running = deepcopy(self._model, memo), deepcopy(self._running, memo)
         return RouterLoss(model, self._mesh, self._gradients, running)
 
-    def begin(self, counts: Tensor | None, *, in_fused_head: bool, of_rows: bool) -> None:
+    def begin(self, counts: Tensor | None, *, in_fused_head: bool, is_tree: bool) -> None:
         """Prepare a forward pass that computes the loss of the whole batch.
 
         Args:
             counts: how often each of this rank's tokens counts, ``[b, s_local]``: 0 for padding, in
                 a tree of rows as often as rows have it; None: each once.
             in_fused_head: TRL's head adds it to this rank's share of a loss, which is summed.
-            of_rows: the tokens are a tree of rows.
+            is_tree: the tokens are a tree of rows.
         """
         self.end()  # of a pass that was interrupted
-        self._counts, self._in_fused_head, self._of_rows = counts, in_fused_head, of_rows
+        self._counts, self._in_fused_head, self._is_tree = counts, in_fused_head, is_tree
         modules = [sys.modules.get(kind.__module__) for kind in type(self._model).__mro__]
         modules += [import_module(_OF_FUSED_HEADS)] if in_fused_head else []
         for module in dict.fromkeys(modules):
@@ -185,7 +185,7 @@ class RouterLoss:
                 f"{original.__module__}.{ROUTER_LOSS} is another loss than Switch Transformer's, "
                 "whose sums over tokens are known: leave output_router_logits out"
             )
-        if attention_mask is None and self._of_rows:
+        if attention_mask is None and self._is_tree:
             raise UnsupportedAttentionError(
                 "the model counts padding in the loss of its routers, and a tree of rows has none: "
                 "leave share_prefixes or output_router_logits out"
@@ -211,8 +211,8 @@ def _router_sums(
     weights = counts.to(scores[0].device, torch.float32)
     chosen = torch.zeros(num_experts, dtype=torch.float32, device=weights.device)
     probabilities = torch.zeros_like(chosen)
-    for of_layer in scores:
-        each = of_layer.to(chosen.device).softmax(-1)
+    for layer_scores in scores:
+        each = layer_scores.to(chosen.device).softmax(-1)
         choices = each.topk(top_k, -1).indices
         chosen = chosen.scatter_add(0, choices.flatten(), weights.repeat_interleave(top_k))
         # No product of matrices, which autocast would compute in half precision.
@@ -340,19 +340,19 @@ class ChunkedHead:
         kwargs: dict[str, Any],
     ) -> Tensor:
         # Of these each chunk has its part.
-        of_tokens = [x for x in ("shift_labels", "loss_weights") if x in kwargs]
+        token_names = [x for x in ("shift_labels", "loss_weights") if x in kwargs]
 
         def run(hidden: Tensor, labels: Tensor, *parts: Tensor) -> Tensor:
             scores = logits.finish(self._logits(hidden))
-            of_chunk: dict[str, Any] = dict(zip(of_tokens, parts, strict=True))
-            return original(scores, labels, *args, **{**kwargs, **of_chunk})
+            chunk_arguments: dict[str, Any] = dict(zip(token_names, parts, strict=True))
+            return original(scores, labels, *args, **{**kwargs, **chunk_arguments})
 
         rows = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(self._chunks, 1)
-        tokens = [labels, *(kwargs[x] for x in of_tokens)]
-        of_rows = [x.reshape(1, -1).tensor_split(self._chunks, 1) for x in tokens]
+        tokens = [labels, *(kwargs[x] for x in token_names)]
+        token_chunks = [x.reshape(1, -1).tensor_split(self._chunks, 1) for x in tokens]
         losses = [
             checkpoint(run, *chunk, use_reentrant=False)
-            for chunk in zip(rows, *of_rows, strict=True)
+            for chunk in zip(rows, *token_chunks, strict=True)
         ]
         return torch.stack(losses).sum()
 
