@@ -160,8 +160,7 @@ class KVExchange:
 #           adds to targets     a b, its own               c d, its own
 #     wait  adds to targets     a b, from the buffer       c d, from the buffer
 #
-# So a rank's targets become the gradients of its tokens. With more ranks the buffer has the rows of
-# all that computed with this rank's tokens (`grad_recvs`), for tokens that may be the same ones.
+# With more ranks the buffer has rows from all that have computed with tokens of this rank.
 #
 # Two exchanges at most have a receive buffer each, so that one kernel sums all that came, reading
 # the target once. With more, memory would grow with the ring: they share a buffer, and each is
