@@ -84,8 +84,7 @@ class AttentionOptions(NamedTuple):
         scores: object = self.scores
         if scores is not PLAIN_SCORES and isinstance(scores, Scores):
             scores = scores.plan_key
-        # By position, layout to tuning: this runs in each call.
-        return self[1:8], self.kv_layout, scores, type(self.softmax_scale)
+        return self[1:8], self.kv_layout, scores, type(self.softmax_scale)  # layout to tuning
 
 
 @dataclass(frozen=True)
