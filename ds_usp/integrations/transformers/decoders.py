@@ -29,7 +29,7 @@ from ds_usp.integrations.transformers.attention import (
 )
 from ds_usp.integrations.transformers.query_chunks import (
     Gathered,
-    Keys,
+    KeyCache,
     KeysAreMade,
     number_of_chunks,
     of_queries,
@@ -238,19 +238,19 @@ def _run_layer(
     if layer.training and (dropout := _dropout(layer)):
         raise UnsupportedAttentionError(text_of_dropout(layer, dropout, config))
     gather = partial(gather_tokens, dim=-2, mesh=shard.call.mesh, layout=shard.layout)
-    keys = _AllKeys(name, gather)
-    keys.before = shard.layout.seq_len - shard.length
+    key_cache = _DecoderCache(name, gather)
+    key_cache.before = shard.layout.seq_len - shard.length
     cache = next(x for x in _CACHES if x in _signature(type(layer)).parameters)
     del arguments["self"]
     scores = 4 * len(hidden) * config.num_attention_heads * shard.layout.seq_len
     chunks = number_of_chunks(query_chunks, shard.layout, scores)
     run = partial(forward, **others)
     if chunks > 1:
-        out = _run_in_chunks(layer, shard, keys, chunks, run, arguments, cache)
+        out = _run_in_chunks(layer, shard, key_cache, chunks, run, arguments, cache)
     else:
         with _RowsOfMask(layer, shard, slice(None)):
-            out = run(**{**arguments, cache: keys})
-    if keys.updated is None:
+            out = run(**{**arguments, cache: key_cache})
+    if key_cache.updated is None:
         raise UnsupportedAttentionError(
             f"{name} has not put its keys into the KV cache that it was given: each query would "
             "see those of its rank alone"
@@ -262,17 +262,17 @@ def _run_layer(
 def _run_in_chunks(
     layer: nn.Module,
     shard: Shard,
-    keys: _AllKeys,
+    key_cache: _DecoderCache,
     chunks: int,
     forward: Any,
     arguments: Mapping[str, Any],
     cache: str,
 ) -> Any:
     """Return what ``forward`` returns, by chunks of the queries (Note [queries in chunks])."""
-    keys.is_first_run = True
+    key_cache.is_first_run = True
     with suppress(KeysAreMade), _RowsOfMask(layer, shard, slice(None)):
-        forward(**{**arguments, cache: keys})
-    gathered = Gathered(layer, keys, None, joined=False)
+        forward(**{**arguments, cache: key_cache})
+    gathered = Gathered(layer, key_cache, None, joined=False)
     seq_len = shard.layout.seq_len
     parts = {x.start: x for x in parts_of_shard(shard.length, chunks, seq_len)}
     name = next(name for name, x in arguments.items() if isinstance(x, Tensor))
@@ -281,11 +281,11 @@ def _run_in_chunks(
     def run(x: Tensor, start: int, stop: int) -> Tensor:
         """Return attention of this rank's queries ``[start, stop)``; in backward again."""
         part = parts[start]
-        part_keys = _KeysOfChunk(keys, gathered.keys_of(part))
-        part_keys.before = seq_len - stop + start
+        part_cache = _CacheOfChunk(key_cache, gathered.keys_of(part))
+        part_cache.before = seq_len - stop + start
         sliced = {key: of_queries(key, y, part, _QUERY_DIMS) for key, y in arguments.items()}
         with _RowsOfMask(layer, shard, slice(start, stop)):
-            out = forward(**{**sliced, name: x, cache: part_keys})
+            out = forward(**{**sliced, name: x, cache: part_cache})
         if not isinstance(out, tuple):
             return cast(Tensor, out)
         further[:] = None, *out[2:]
@@ -310,7 +310,7 @@ def _dropout(layer: nn.Module) -> float:
     return 0.0
 
 
-class _AllKeys(Keys):
+class _DecoderCache(KeyCache):
     """Keys of a decoder.
 
     Attributes:
@@ -329,11 +329,11 @@ class _AllKeys(Keys):
         return self.before
 
 
-class _KeysOfChunk(_AllKeys):
+class _CacheOfChunk(_DecoderCache):
     """Returns the keys that were gathered."""
 
-    def __init__(self, layer_keys: _AllKeys, pair: tuple[Tensor, Tensor]) -> None:
-        super().__init__(layer_keys._layer, layer_keys._gather)
+    def __init__(self, layer_cache: _DecoderCache, pair: tuple[Tensor, Tensor]) -> None:
+        super().__init__(layer_cache._layer, layer_cache._gather)
         self._pair = pair
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ class KeysAreMade(Exception):  # noqa: N818 - ends a run whose keys are all that
     """The keys of a layer are gathered: the rest of its forward is of no use."""
 
 
-class Keys:
+class KeyCache:
     """Stands for a layer's KV cache: returns the keys of all tokens for those that are put in.
 
     Args:
@@ -126,10 +126,10 @@ class Keys:
 
 
 class _EveryLayer:
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: KeyCache) -> None:
         self._keys = keys
 
-    def __getitem__(self, _: int) -> Keys:
+    def __getitem__(self, _: int) -> KeyCache:
         return self._keys
 
 
@@ -208,7 +208,7 @@ def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> tuple[Par
     return tuple(parts)
 
 
-class _KeysOfPart(Keys):
+class _CacheOfPart(KeyCache):
     """Returns the keys that were gathered, and what was picked when backward asks again.
 
     Args:
@@ -219,10 +219,10 @@ class _KeysOfPart(Keys):
     """
 
     def __init__(
-        self, layer_keys: Keys, part: Part, gathered: Gathered, picked: dict[int, Any]
+        self, layer_cache: KeyCache, part: Part, gathered: Gathered, picked: dict[int, Any]
     ) -> None:
-        super().__init__(layer_keys._layer, layer_keys._gather)
-        self.indexed = None if layer_keys.indexed is None else part.keys(layer_keys.indexed)
+        super().__init__(layer_cache._layer, layer_cache._gather)
+        self.indexed = None if layer_cache.indexed is None else part.keys(layer_cache.indexed)
         self._part, self._gathered, self._picked = part, gathered, picked
 
     def update(self, *_: Any, **__: Any) -> Any:
@@ -255,10 +255,10 @@ class _KeysOfPart(Keys):
 
 def run_indexer(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``forward`` of an indexer by its cache: picks of a chunk are made once."""
-    keys = next((x for x in (*args, *kwargs.values()) if isinstance(x, Keys)), None)
-    if keys is None:
+    key_cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, KeyCache)), None)
+    if key_cache is None:
         return forward(*args, **kwargs)
-    return keys.pick(lambda: forward(*args, **kwargs))
+    return key_cache.pick(lambda: forward(*args, **kwargs))
 
 
 def number_of_chunks(query_chunks: int | str, layout: TokenLayout, query_bytes: int) -> int:
@@ -306,7 +306,7 @@ def reads_picked_latents(layer: Any) -> bool:
 def run_in_parts(
     layer: Any,
     forward: Callable[..., Any],
-    keys: Keys,
+    key_cache: KeyCache,
     parts: Sequence[Part],
     seen: Callable[[Part], Tensor],
     check: Callable[[], None],
@@ -322,24 +322,24 @@ def run_in_parts(
 
     Args:
         seen: the mask of a part, as the layer's attention wants it.
-        check: raises if the layer has not put its keys into ``keys``.
+        check: raises if the layer has not put its keys into ``key_cache``.
         recomputed: each part is computed again in backward, and reads picked latents alone.
         real: the mask of the first run, which only marks padding; None: nothing is seen in it.
         key_arguments: arguments that a part is given of its keys' tokens, instead of its queries'.
         window: tokens that a query sees of what is not compressed; None: all.
     """
-    keys.is_first_run = True
+    key_cache.is_first_run = True
     empty_mask = hidden_states.new_empty((1, 1, 0, 0), dtype=torch.bool)
     with _attends_to_picked(layer, empty_mask), suppress(KeysAreMade):
         forward(
             hidden_states=hidden_states,
             attention_mask=empty_mask if real is None else real,
-            past_key_values=keys,
+            past_key_values=key_cache,
             **arguments,
         )
     check()
     with_latents = recomputed and reads_picked_latents(layer)
-    gathered = Gathered(layer, keys, window, joined=with_latents)
+    gathered = Gathered(layer, key_cache, window, joined=with_latents)
     # Keys that layers share are as the first run has left them: parts get a copy, to read.
     mappings = {name: x for name, x in arguments.items() if isinstance(x, MutableMapping)}
     shared = {
@@ -360,7 +360,7 @@ def run_in_parts(
             out = forward(
                 hidden_states=x,
                 attention_mask=seen(part),
-                past_key_values=_KeysOfPart(keys, part, gathered, picked),
+                past_key_values=_CacheOfPart(key_cache, part, gathered, picked),
                 **sliced,
             )
         if not isinstance(out, tuple):
@@ -409,12 +409,12 @@ class Gathered:
 
     dtype_of_picks = torch.int32
 
-    def __init__(self, layer: Any, keys: Keys, window: int | None, *, joined: bool) -> None:
+    def __init__(self, layer: Any, cache: KeyCache, window: int | None, *, joined: bool) -> None:
         self._joined, self._window = joined, window
-        self._keys = () if keys.updated is None else self._summed(keys.updated)
+        self._keys = () if cache.updated is None else self._summed(cache.updated)
         self._reads = getattr(layer, "is_kv_shared_layer", False)
         self._rate = getattr(getattr(layer, "compressor", None), "compress_rate", 1)
-        self._compressed = {name: self._summed(pair) for name, pair in keys.compressed.items()}
+        self._compressed = {name: self._summed(pair) for name, pair in cache.compressed.items()}
 
     def _summed(self, tensors: tuple[Tensor, ...]) -> Any:
         if self._joined:

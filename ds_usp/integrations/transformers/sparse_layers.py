@@ -28,7 +28,7 @@ from ds_usp.integrations.transformers.attention import (
     text_of_dropout,
 )
 from ds_usp.integrations.transformers.query_chunks import (
-    Keys,
+    KeyCache,
     Part,
     bytes_of_query,
     number_of_chunks,
@@ -196,8 +196,8 @@ def _run_layer(
     layout, (rows, length, _) = usp.layout, hidden_states.shape
     device, dtype = hidden_states.device, hidden_states.dtype
     gather = partial(gather_tokens, dim=-2, mesh=usp.call.mesh, layout=layout)
-    keys = Keys(kind, gather)
-    check = partial(_check_keys, layer, keys, reads_keys=reads_keys)
+    key_cache = KeyCache(kind, gather)
+    check = partial(_check_keys, layer, key_cache, reads_keys=reads_keys)
     kwargs["position_embeddings"] = position_embeddings
     if position_ids is not None:
         kwargs["position_ids"] = position_ids
@@ -206,7 +206,7 @@ def _run_layer(
     query_bytes = together * bytes_of_query(layer, layout.seq_len, hidden_states.element_size())
     chunks = number_of_chunks(query_chunks, layout, query_bytes)
     bools = implementation != "eager" or (chunks > 1 and reads_picked_latents(layer))
-    run = partial(run_in_parts, layer, forward, keys, check=check, recomputed=chunks > 1)
+    run = partial(run_in_parts, layer, forward, key_cache, check=check, recomputed=chunks > 1)
     run = partial(run, hidden_states=hidden_states, arguments=kwargs)
     if chains is not None:
         if _is_any(type(layer), _COMPARES):
@@ -247,7 +247,7 @@ def _run_layer(
             seen = seen_keys(spec, usp, device, 0, length)
             seen = seen if bools else as_scores(seen, dtype)
             usp.masks[key] = seen
-        kwargs |= {"attention_mask": seen.expand(rows, -1, -1, -1), "past_key_values": keys}
+        kwargs |= {"attention_mask": seen.expand(rows, -1, -1, -1), "past_key_values": key_cache}
         out = forward(hidden_states=hidden_states, **kwargs)
         check()
     usp.layers.append(kind)
@@ -303,7 +303,7 @@ def _pick_blocks(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     _: Tensor,
-    keys: Keys,
+    keys: KeyCache,
 ) -> Tensor:
     """Return the keys that queries pick, ``[rows, 1, queries, keys]``, as Qwen4-Exp's indexer does:
     the best blocks of keys, and those behind the last whole block. The queries are the last keys.
@@ -358,14 +358,14 @@ def _counts(usp: Shard, chains: StateChains, device: torch.device) -> Tensor:
     return counts
 
 
-def _check_keys(layer: nn.Module, keys: Keys, *, reads_keys: bool) -> None:
+def _check_keys(layer: nn.Module, key_cache: KeyCache, *, reads_keys: bool) -> None:
     """Raise UnsupportedAttentionError where a layer has not gathered its keys or its indexer's."""
     picks = _indexer_of(layer) is not None
     if getattr(layer, "compressor", None) is not None:
-        missing = len(keys.compressed) < 1 + picks
+        missing = len(key_cache.compressed) < 1 + picks
     else:
-        missing = picks and keys.indexed is None
-    if (keys.updated is None and not reads_keys) or missing:
+        missing = picks and key_cache.indexed is None
+    if (key_cache.updated is None and not reads_keys) or missing:
         raise UnsupportedAttentionError(
             f"{type(layer).__name__} has not put its keys, or those of its indexer, into the KV "
             "cache that it was given: each query would see those of its rank alone"
