@@ -3,19 +3,19 @@ what a cluster's rates say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
 from ds_usp.geometry.chunking import chunk_positions
-from ds_usp.geometry.heads import HeadChunk, HeadSplit
+from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import Instr, Op, Schedule, pipeline_schedule
-from ds_usp.geometry.ring_schedule import RingSchedule, ring_schedule
-from ds_usp.geometry.ring_traffic import total_length
+from ds_usp.geometry.ring_schedule import ring_schedule
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster, interpolate_curve
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, exchanges_shards_again
 from ds_usp.planner.pipeline_timeline import Cost, Timeline, simulate
@@ -142,56 +142,6 @@ class RelativeCosts:
         return simulate(self.schedule, partial(self.cost, seconds=seconds), contention)
 
 
-def relative_costs(
-    chunks: Sequence[RingSchedule],
-    heads: Sequence[HeadChunk],
-    *,
-    ulysses: bool,
-    backward: bool,
-    from_shards: bool = False,
-) -> RelativeCosts:
-    """The schedule of one pass of a rank, with the relative costs of its instructions.
-
-    Args:
-        chunks: the ring schedule of each head chunk on this rank.
-        heads: the heads of each chunk.
-        from_shards: as of :func:`pipeline_schedule`.
-    """
-    merges: list[int] = []
-    calls: dict[Instr, float] = {}
-    exchanges: dict[Instr, float] = {}
-    for index, chunk in enumerate(chunks):
-        steps = chunk.backward_steps if backward else chunk.steps
-        pairs = sum(step.pairs for step in steps) or 1
-        merges.append(max(0, sum(bool(step.calls) for step in steps) - 1))
-        for number, step in enumerate(steps):
-            for call, kernel_call in enumerate(step.calls):
-                calls[Instr(Op.ATTN, index, number, call)] = kernel_call.pairs / pairs
-        received = [
-            total_length(kv for kv in step.kv_ranges if kv.rank != chunk.ring_rank)
-            for step in steps
-            if not step.is_local
-        ]
-        for number, tokens in enumerate(received):
-            for op in (Op.KV_POST, Op.DKV_POST):
-                exchanges[Instr(op, index, number)] = tokens / (sum(received) or 1)
-    schedule = pipeline_schedule(
-        chunks, ulysses=ulysses, backward=backward, from_shards=from_shards
-    )
-    queries = [_count(chunk.queries[0]) for chunk in heads]
-    keys = [_count(chunk.keys[0]) * (chunk.kv_chunk == index) for index, chunk in enumerate(heads)]
-    fractions, returned = (
-        tuple(count / sum(counts) for count in counts) for counts in (queries, keys)
-    )
-    arriving = returned
-    if from_shards:  # with the last chunk of a KV group
-        groups = [chunk.kv_chunk for chunk in heads]
-        is_last = [group not in groups[index + 1 :] for index, group in enumerate(groups)]
-        arriving = tuple(returned[x] * last for x, last in zip(groups, is_last, strict=True))
-    kv_heads = arriving, returned
-    return RelativeCosts(schedule, fractions, kv_heads, tuple(merges), calls, exchanges)
-
-
 def _count(heads: tuple[int, int]) -> int:
     return heads[1] - heads[0]
 
@@ -223,13 +173,41 @@ def mean_costs(
     plan = partial(ring_schedule, layout, MaskSpec.full(), 0, gather=gather)
     split = HeadSplit(heads, kv_heads, 1)
     head_chunks = [split.chunk(chunks, index) for index in range(chunks)]
+    queries = [_count(chunk.queries[0]) for chunk in head_chunks]
+    keys = [_count(chunk.keys[0]) for chunk in head_chunks]
     schedules = []
     # A launch-bound call has other positions, but its time is the CPU's.
-    for forward, last_first in chunk_positions([_count(chunk.keys[0]) for chunk in head_chunks]):
+    for forward, last_first in chunk_positions(keys):
         backward_steps = plan(position=last_first).backward_steps
         schedules.append(replace(plan(position=forward), backward_steps=backward_steps))
-    costs = relative_costs(
-        schedules, head_chunks, ulysses=ulysses, backward=backward, from_shards=from_shards
+    passes = [chunk.backward_steps if backward else chunk.steps for chunk in schedules]
+    calls: dict[Instr, float] = {}
+    exchanges: dict[Instr, float] = {}
+    for index, steps in enumerate(passes):
+        pairs = sum(step.pairs for step in steps)
+        for number, step in enumerate(steps):
+            for call, kernel_call in enumerate(step.calls):
+                calls[Instr(Op.ATTN, index, number, call)] = kernel_call.pairs / pairs
+        received = [step.num_kv_tokens for step in steps if not step.is_local]
+        for op, (number, tokens) in product((Op.KV_POST, Op.DKV_POST), enumerate(received)):
+            exchanges[Instr(op, index, number)] = tokens / sum(received)
+    groups = [chunk.kv_chunk for chunk in head_chunks]
+    counts = [
+        count * (group == index)
+        for index, (group, count) in enumerate(zip(groups, keys, strict=True))
+    ]
+    fractions, returned = (tuple(count / sum(each) for count in each) for each in (queries, counts))
+    arriving = returned
+    if from_shards:  # with the last chunk of a KV group
+        is_last = [group not in groups[index + 1 :] for index, group in enumerate(groups)]
+        arriving = tuple(returned[x] * last for x, last in zip(groups, is_last, strict=True))
+    costs = RelativeCosts(
+        pipeline_schedule(schedules, ulysses=ulysses, backward=backward, from_shards=from_shards),
+        fractions,
+        (arriving, returned),
+        tuple(max(0, sum(bool(step.calls) for step in steps) - 1) for steps in passes),
+        calls,
+        exchanges,
     )
     return costs, 1.0 if gather else ring / priced_ring
 

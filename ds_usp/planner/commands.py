@@ -30,7 +30,7 @@ from ds_usp.planner.arguments import (
 )
 from ds_usp.planner.diffusion import diffusion_plan, known_heads
 from ds_usp.planner.hardware import Cluster
-from ds_usp.planner.max_length import all_configs, length_steps, max_lengths
+from ds_usp.planner.max_length import LengthQuestion, all_configs
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
@@ -62,7 +62,6 @@ class _SequenceFlags(_ModelFlags):
 @dataclass(frozen=True, kw_only=True)
 @with_settings
 class _FusionFlags:
-    fused_activation: bool = flag("SwiGLU saves no sigmoid branch", False)
     fused_loss: bool = flag("a chunked loss: the full logits are never in memory", False)
     fsdp2: bool = flag("FSDP2 shards weights, gradients and moments, which are fp32", False)
     bf16_states: bool = flag("FSDP2 does, and they are bf16", False)
@@ -192,7 +191,6 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
             cluster = replace(cluster, host_memory_bytes=self.host_memory_gib * GIB)
         if self.memory_gib is not None:
             cluster = replace(cluster, memory_bytes=self.memory_gib * GIB)
-        budget = cluster.budget_bytes
         axes = ("tp", "ulysses", "ring", "pp")
         fixed = {axis: getattr(self, axis) for axis in axes if getattr(self, axis)}
         fixed |= {"dp": self.dp or 1}
@@ -200,15 +198,10 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
             fixed = dict.fromkeys(axes, 1) | fixed
         gpus = self.gpus or math.prod(fixed.values())
         configs = all_configs(model, base, gpus, cluster, caps, fixed)
-        limits = cluster, budget, self.workspace_bytes(cluster), caps
-        rows = max_lengths(model, configs, *limits)
-        steps = length_steps(model, configs, *limits)
+        asked = LengthQuestion(model, configs, cluster, self.workspace_bytes(cluster), caps)
+        rows, steps = asked.lengths(), asked.steps()
         content = [report.max_length_row(row) for row in (*rows, *steps)]
-        text = [
-            name,
-            *report.max_length_text(model, cluster, budget, rows, self.engine),
-            *report.length_steps_text(model, *limits, steps),
-        ]
+        text = [name, *report.max_length_text(asked, rows), *report.length_steps_text(asked, steps)]
         return Result(content, text, 0 if any(row.seq_len for row in rows) else 1)
 
 

@@ -13,7 +13,6 @@ from ds_usp.geometry.degrees import zero_refusal
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
-from ds_usp.settings import LENGTH_SETTINGS
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
 
@@ -24,6 +23,7 @@ def emit(engine: str, work: Workload, config: ParallelConfig) -> str:
     Raises:
         ConfigError: a plan or a model that the program's settings cannot state.
     """
+    framework_caps(engine).require(work, config)
     return _EMITTERS[engine](work, config)
 
 
@@ -109,8 +109,6 @@ def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
     """Flags of ``python -m megatron_patches.run pretrain_gpt.py``, with :func:`ds_config`."""
     model = work.model
     _refuse_facts(model, "Megatron-DeepSpeed", missing=("qkv_bias", "qk_norm"))
-    memory = _memory_flags(work, config)
-    framework_caps("megatron-deepspeed").with_settings_of(config)
     rotary = not model.learned_positions
     return _shell(
         {
@@ -129,7 +127,7 @@ def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
             # Neither goes with --usp-recompute gemm-last, nor with DeepSpeed.
             "no-gradient-accumulation-fusion": True,
             "no-async-tensor-model-parallel-allreduce": True,
-            **memory,
+            **_memory_flags(work, config),
             "deepspeed": True,
             "deepspeed_config": "ds_config.json",
         }
@@ -138,27 +136,11 @@ def megatron_deepspeed(work: Workload, config: ParallelConfig) -> str:
 
 def _memory_flags(work: Workload, config: ParallelConfig) -> Flags:
     """The plan's memory settings, as flags that Megatron-DeepSpeed and the trainer share."""
-    if config.virtual_stages(work.model) > 1 or config.recompute == "attention-only":
-        raise ConfigError(
-            "Megatron-DeepSpeed has neither virtual stages nor recomputation of attention alone; "
-            "plan with --engine megatron-deepspeed"
-        )
-    _refuse_zero(config)
-    if config.fused_activation:
-        raise ConfigError(
-            "neither Megatron-DeepSpeed nor the trainer fuses SwiGLU: leave --fused-activation out"
-        )
-    for flag, used in (("--fused-loss", config.fused_loss), ("--documents", work.document_lengths)):
-        if used and config.pp > 1:
-            raise ConfigError(
-                f"Megatron-DeepSpeed has no {flag} in a pipeline, and the plan has pp {config.pp}: "
-                "plan with --pp 1"
-            )
     return {
         "usp-recompute": config.recompute != "none" and config.recompute,
         "usp-offload-ratio": config.offload_ratio > 0 and f"{config.offload_ratio:g}",
         "usp-loss-chunks": config.fused_loss and loss_chunks(work, config),
-        **_length_setting_flags(config),
+        **{row.flag[2:]: value for row, value in config.length_settings()},
         "reset-attention-mask": bool(work.document_lengths),
         "reset-position-ids": bool(work.document_lengths),
     }
@@ -169,22 +151,9 @@ def loss_chunks(work: Workload, config: ParallelConfig) -> int:
     return -(-config.micro_batch * work.seq_len // config.sp // _CHUNK_TOKENS)
 
 
-def _length_setting_flags(config: ParallelConfig) -> Flags:
-    rows = ((row, getattr(config, row.name)) for row in LENGTH_SETTINGS)
-    return {row.flag[2:]: value for row, value in rows if row.is_used(value)}
-
-
-def _refuse_zero(config: ParallelConfig) -> None:
-    """The check of ``ds_usp.training`` for bf16, which is what plans count with."""
-    if refusal := zero_refusal(config.zero, config.pp, bf16=True):
-        raise ConfigError(refusal.message)
-
-
 def megatron_lm(work: Workload, config: ParallelConfig) -> str:
-    """Flags of ``python -m megatron_patches.run pretrain_gpt.py`` of Megatron-LM.
-
-    A plan's ``fused_activation`` needs no flag: Megatron-LM fuses SwiGLU by default, and a plan
-    without it counts more memory than the run takes.
+    """Flags of ``python -m megatron_patches.run pretrain_gpt.py`` of Megatron-LM, which fuses
+    SwiGLU: a plan counts more memory than the run takes.
 
     Raises:
         ConfigError: a plan or a model for which it has no flag.
@@ -193,22 +162,11 @@ def megatron_lm(work: Workload, config: ParallelConfig) -> str:
     scaling = _rope_scaling_flags(model)
     stated = () if scaling else model.other_facts
     _refuse_facts(replace(model, other_facts=stated), "Megatron-LM")
-    caps = framework_caps("megatron-lm").with_settings_of(config)
-    if config.zero > 1 or config.recompute not in caps.recompute:
-        raise ConfigError(
-            "Megatron-LM's flags have neither ZeRO-2 and 3 nor every recomputation, and the plan "
-            f"has ZeRO-{config.zero} and recompute {config.recompute}; plan with --engine "
-            "megatron-lm"
-        )
-    if config.offload_ratio:
-        raise ConfigError(
-            f"Megatron-LM's flags offload nothing, the plan has {config.offload_ratio:g}"
-        )
     if work.document_lengths:
         raise ConfigError("Megatron-LM's flags have no documents: leave --documents out")
     rotary, virtual = not model.learned_positions, config.virtual_stages(model) > 1
     grouped = model.kv_heads < model.heads
-    flags = {
+    flags: Flags = {
         "tensor-model-parallel-size": config.tp,
         "sequence-parallel": config.tp > 1 and config.tp_sequence,
         "context-parallel-size": config.sp,
@@ -252,7 +210,7 @@ def _rope_scaling_flags(model: ModelShape) -> Flags:
 def _recompute_flags(config: ParallelConfig) -> Flags:
     """Recomputation, and the settings that trade time for length, with which Megatron-LM's own
     checkpoints of layers do not go."""
-    flags = {**_length_setting_flags(config)}
+    flags = {row.flag[2:]: value for row, value in config.length_settings()}
     mode, patched = config.recompute, bool(flags)
     flags["no-gradient-accumulation-fusion"] = patched
     if mode == "attention" or (mode == "full" and patched):
@@ -267,7 +225,8 @@ def _recompute_flags(config: ParallelConfig) -> Flags:
 
 def ds_config(work: Workload, config: ParallelConfig) -> Mapping[str, object]:
     """DeepSpeed's configuration of a plan."""
-    _refuse_zero(config)
+    if refusal := zero_refusal(config.zero, config.pp, bf16=True):  # which plans count with
+        raise ConfigError(refusal.message)
     zero: dict[str, object] = {"stage": config.zero}
     zero["reduce_bucket_size"] = bucket_elements(work.model, config.tp, config.zero)
     if config.zero in (1, 2):
@@ -284,31 +243,18 @@ def ds_config(work: Workload, config: ParallelConfig) -> Mapping[str, object]:
 
 
 _SCRIPT = """#!/usr/bin/env bash
-# {name} on sequences of {seq_length} tokens, {num_gpus} GPUs: planned by ds-usp plan.
+# {name} on sequences of {tokens} tokens, {gpus} GPUs: planned by ds-usp plan.
 # Belongs into examples_deepspeed/sequence_parallel, beside launch.sh.
 # shellcheck disable=SC2034  # launch.sh reads the settings
-seq_length={seq_length}
-model_size={model_size}
-num_layers={num_layers}
-hidden_size={hidden_size}
-num_attn_heads={num_attn_heads}
-num_kv_heads={num_kv_heads}
-rotary="{rotary}"
-rope_theta={rope_theta}
+{shape}
 # Token ids of the data as they are: the trainer is told how many there are, Megatron-DeepSpeed's
 # NullTokenizer how many before the end of a document.
 tokenizer_type=NullTokenizer
-vocab_size={vocab_size}
+{vocabulary}
 [[ -z "${{MEGATRON_DEEPSPEED_PATH:-}}" ]] || vocab_size=$((vocab_size - 1))
-global_batch_size={global_batch_size}
-batch_size={batch_size}
+{batch}
 
-mp_size={mp_size}
-sp_size={sp_size}
-ulysses_degree={ulysses_degree}
-usp_layout=zigzag
-pp_size={pp_size}
-zero_stage={zero_stage}
+{degrees}
 
 lr=3.0e-4
 min_lr=3.0e-5
@@ -322,36 +268,40 @@ set -- {more} "$@"
 """
 
 
+def _assignments(**values: object) -> str:
+    return "\n".join(f"{name}={value}" for name, value in values.items())
+
+
 def trainer(work: Workload, config: ParallelConfig) -> str:
     """A script beside those of ``examples_deepspeed/sequence_parallel``."""
     model = work.model
     _refuse_facts(model, "the trainer", missing=("qkv_bias", "qk_norm", "head_dim"))
-    more = {
-        "ffn-hidden-size": model.ffn,
-        **_layer_flags(model),
-        **_norm_flags(model),
-        **_memory_flags(work, config),
-    }
+    more = {"ffn-hidden-size": model.ffn, **_layer_flags(model), **_norm_flags(model)}
     return _SCRIPT.format(
         name=model.name,
-        seq_length=work.seq_len,
-        num_gpus=config.gpus,
-        model_size=round(model.parameters() / 1e9, 1),
-        num_layers=model.layers,
-        hidden_size=model.hidden,
-        num_attn_heads=model.heads,
-        num_kv_heads=model.kv_heads,
-        vocab_size=model.vocab,
-        rotary="false" if model.learned_positions else "true",
-        rope_theta=int(model.rope_theta),
-        global_batch_size=work.global_batch,
-        batch_size=config.micro_batch,
-        mp_size=config.tp,
-        sp_size=config.sp,
-        ulysses_degree=config.ulysses,
-        pp_size=config.pp,
-        zero_stage=config.zero,
-        more=" ".join(_words(more)),
+        tokens=work.seq_len,
+        gpus=config.gpus,
+        shape=_assignments(
+            seq_length=work.seq_len,
+            model_size=round(model.parameters() / 1e9, 1),
+            num_layers=model.layers,
+            hidden_size=model.hidden,
+            num_attn_heads=model.heads,
+            num_kv_heads=model.kv_heads,
+            rotary='"false"' if model.learned_positions else '"true"',
+            rope_theta=int(model.rope_theta),
+        ),
+        vocabulary=_assignments(vocab_size=model.vocab),
+        batch=_assignments(global_batch_size=work.global_batch, batch_size=config.micro_batch),
+        degrees=_assignments(
+            mp_size=config.tp,
+            sp_size=config.sp,
+            ulysses_degree=config.ulysses,
+            usp_layout="zigzag",
+            pp_size=config.pp,
+            zero_stage=config.zero,
+        ),
+        more=" ".join(_words({**more, **_memory_flags(work, config)})),
     ).rstrip()
 
 
@@ -384,17 +334,7 @@ if not dist.is_initialized():
 
 
 def transformers(work: Workload, config: ParallelConfig) -> str:
-    """Python beside a model of transformers. The model's facts are in its own configuration.
-
-    Raises:
-        ConfigError: tensor or pipeline parallelism, or what models of transformers have not.
-    """
-    caps = framework_caps("transformers").with_settings_of(config)
-    if max(config.tp, config.pp) > 1 or config.recompute not in caps.recompute:
-        raise ConfigError(
-            f"transformers has no tp {config.tp}, pp {config.pp} and recompute "
-            f"{config.recompute}: plan with --engine transformers"
-        )
+    """Python beside a model of transformers. The model's facts are in its own configuration."""
     options = {
         "recompute": config.recompute != "none" and f'"{config.recompute}"',
         "offload_ratio": config.offload_ratio > 0 and f"{config.offload_ratio:g}",

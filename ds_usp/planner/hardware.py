@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -24,7 +24,7 @@ from ds_usp.planner.arguments import (
 
 # A file of a cluster that is not built in, for messages.
 OWN_CLUSTER = '{"base": "h200", "peak_flop_per_s": ..., "memory_bytes": ...}'
-ORIGINS = ("datasheet", "measured", "assumed", "given")
+ORIGINS = ("datasheet", "measured", "assumed", "given")  # of a number in a file
 HBM_FRACTION = 0.8  # of the memory bandwidth that elementwise kernels and copies reach
 Curve = tuple[tuple[float, float], ...]
 
@@ -78,7 +78,6 @@ class Cluster:
         attention_efficiency: (tokens of the longer side of a call, fraction of the peak).
         contention: fraction of a hidden exchange's time that the computation loses.
         workspace_bytes: what no formula counts: libraries, fragmentation, temporaries.
-        origins: field -> (datasheet | measured | assumed | given, source).
     """
 
     name: str  # of ``--cluster``
@@ -95,7 +94,6 @@ class Cluster:
     attention_efficiency: Curve
     contention: Fraction
     workspace_bytes: Finite
-    origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for wrong in violations(self):
@@ -182,7 +180,7 @@ def interpolate_curve(points: Sequence[tuple[float, float]], size: float) -> flo
 def load_cluster(requested: str) -> Cluster:
     """A built-in name, or a JSON file.
 
-    A file has the fields of :class:`Cluster`, each a number or ``{"value", "origin", "source"}``;
+    A file has the fields of :class:`Cluster`, each a number or ``[value, origin, source]``;
     with ``"base": NAME`` it needs only those in which it differs from a built-in one.
 
     Raises:
@@ -209,34 +207,24 @@ def load_cluster(requested: str) -> Cluster:
 
 def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
     """A cluster from one entry of a JSON file; ``where``: the file, for error messages."""
-    keys = {f.name for f in fields(Cluster)} - {"name", "origins"}
+    keys = {f.name for f in fields(Cluster)} - {"name"}
     wrong = {"unknown": set(content) - keys, "missing": keys - set(content)}
     if any(wrong.values()):
         texts = [f"{what} {', '.join(sorted(names))}" for what, names in wrong.items() if names]
         raise ConfigError(f"{where}: cluster {name} has {'; '.join(texts)}")
-    values: dict[str, Any] = {}
-    origins: dict[str, tuple[str, str]] = {}
-    for key, entry in content.items():
-        value, origin, source = _parse_number(entry)
-        if origin not in ORIGINS:
-            known = ", ".join(ORIGINS)
-            raise ConfigError(f"{where}: origin {origin!r} of {key} is none of {known}")
-        values[key], origins[key] = value, (origin, source)
+    values = {key: _value(entry) for key, entry in content.items()}
     try:
         values["levels"] = tuple(
             Level(**x) if isinstance(x, Mapping) else Level(*x) for x in values["levels"]
         )
         for curve in ("gemm_efficiency", "attention_efficiency"):
             values[curve] = tuple((float(size), float(share)) for size, share in values[curve])
-        return Cluster(name, origins=MappingProxyType(origins), **values)
+        return Cluster(name, **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: cluster {name}: {error}") from error
 
 
-def _parse_number(entry: Any) -> tuple[Any, str, str]:
-    """(value, origin, source) of an entry: an object, a row of the built-in table, or a value."""
-    if isinstance(entry, Mapping) and "value" in entry:
-        return entry["value"], str(entry.get("origin", "given")), str(entry.get("source", ""))
-    if isinstance(entry, list) and len(entry) == 3 and entry[1] in ORIGINS:
-        return entry[0], entry[1], entry[2]
-    return entry, "given", ""
+def _value(entry: Any) -> Any:
+    """The value of an entry: of a row that says where its number is from, or itself."""
+    is_row = isinstance(entry, list) and len(entry) == 3 and entry[1] in ORIGINS
+    return entry[0] if is_row else entry

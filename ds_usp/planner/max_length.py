@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from ds_usp.errors import ConfigError
 from ds_usp.planner.degree_rule import rule_degrees
@@ -19,10 +18,10 @@ from ds_usp.planner.parallel_config import (
     added_words,
     degrees,
     infeasible_reason,
-    length_options,
     memory_violations,
     refusal_rule,
     with_chunks_for,
+    with_setting,
 )
 
 STEP = 1024  # tokens: lengths are multiples of it
@@ -38,7 +37,7 @@ class MaxLength:
         seq_len: tokens; 0: not even ``STEP`` of them fit.
         memory_needed: of the fullest stage at that length, or at ``STEP`` where nothing fits.
         limit: what ends it: ``GPU memory``, ``host memory``, or another reason.
-        added: of :func:`length_steps`: the setting of this row that the one before has not.
+        added: of :meth:`LengthQuestion.steps`: the setting of this row that the one before has not.
     """
 
     config: ParallelConfig
@@ -48,122 +47,95 @@ class MaxLength:
     added: str = ""
 
 
-def shortest_workload(model: ModelShape, config: ParallelConfig) -> Workload:
-    """The shortest sequence that is tried: where it does not fit, none does."""
-    return _workload(model, config, STEP)
-
-
-def _workload(model: ModelShape, config: ParallelConfig, seq_len: int) -> Workload:
-    stages = 2 * config.pp if config.pp > 1 else 1  # enough micro batches to fill them
-    return Workload(model, seq_len, stages * config.dp * config.micro_batch)
-
-
-def max_lengths(
-    model: ModelShape,
-    bases: Sequence[ParallelConfig],
-    cluster: Cluster,
-    budget_bytes: float,
-    workspace_bytes: float,
-    framework: FrameworkCaps,
-) -> list[MaxLength]:
-    """Find the degrees that go furthest, for each recomputation, without and with offload.
-
-    Memory grows with the sequence, so a bisection finds the end.
+@dataclass(frozen=True)
+class LengthQuestion:
+    """Asks how long a sequence can be, for each way to save memory.
 
     Args:
         bases: at least one set of degrees, of equals the first is taken; their recomputation and
-            offload do not count.
-        budget_bytes: of one GPU.
+            offload do not count, settings that they have stay.
+        cluster: whose nodes bound host memory.
         workspace_bytes: what no formula counts.
-        framework: whose recomputation, and offload, are tried.
-    """
-    limits = _Limits(cluster, budget_bytes, workspace_bytes, bases[0])
-    results = []
-    for recompute in framework.recompute:
-        configs = [base.replace(recompute=recompute, offload_ratio=0.0) for base in bases]
-        if any(memory_violations(_workload(model, configs[0], _MAX_TOKENS), configs[0])):
-            continue
-        for offload in (False, True)[: 1 + framework.offloads]:
-            results.append(limits.furthest(model, configs, offload))
-    return results
-
-
-def length_steps(
-    model: ModelShape,
-    bases: Sequence[ParallelConfig],
-    cluster: Cluster,
-    budget_bytes: float,
-    workspace_bytes: float,
-    framework: FrameworkCaps,
-) -> list[MaxLength]:
-    """Full recomputation with offload, then in each row one more setting that trades time for
-    length: the one that goes furthest; those that make nothing longer are left out.
-
-    Args:
-        bases: as of :func:`max_lengths`, and so are the others; settings that they have stay.
-    """
-    limits = _Limits(cluster, budget_bytes, workspace_bytes, bases[0])
-    configs = [base.replace(recompute="full", offload_ratio=0.0) for base in bases]
-    offload = framework.offloads
-    first = "full, offload" if offload else "full"
-    steps = [replace(limits.furthest(model, configs, offload), added=first)]
-    while True:
-        options: list[tuple[str, list[ParallelConfig]]] = []
-        if framework.can_chunk_loss(configs[0]):
-            chunked = [config.replace(fused_loss=True) for config in configs]
-            options.append(("loss in chunks", chunked))
-        given = configs[0].replace(checkpoint_layers=bases[0].checkpoint_layers)
-        long = _workload(model, given, _MAX_TOKENS)
-        for setting in framework.length_settings:
-            for config in length_options(long, given, setting):
-                change = {setting: getattr(config, setting)}
-                options.append((added_words(config, given), [c.replace(**change) for c in configs]))
-        lengths = [
-            (replace(limits.furthest(model, changed, offload), added=words), changed)
-            for words, changed in options
-        ]
-        furthest = max(lengths, key=lambda each: each[0].seq_len, default=None)
-        if furthest is None or furthest[0].seq_len <= steps[-1].seq_len:
-            return steps
-        steps.append(furthest[0])
-        configs = furthest[1]
-
-
-def needs_at(model: ModelShape, end: MaxLength, seq_len: int, workspace_bytes: float) -> Memory:
-    """The memory of another length with the settings of a :class:`MaxLength`, all offloaded."""
-    work = _workload(model, end.config, seq_len)
-    config = end.config.replace(offload_ratio=1.0)
-    return memory(work, with_chunks_for(work, config), workspace_bytes)
-
-
-class _Limits(NamedTuple):
-    """Holds what a sequence must fit into.
-
-    Attributes:
-        given: an MLP in chunks has as many as the length asks for, unless this has some already.
+        framework: whose recomputation, offload and settings are tried.
     """
 
-    cluster: Cluster  # whose nodes bound host memory
-    budget_bytes: float  # of a GPU
-    workspace_bytes: float  # of them, what no formula counts
-    given: ParallelConfig
+    model: ModelShape
+    bases: Sequence[ParallelConfig]
+    cluster: Cluster
+    workspace_bytes: float
+    framework: FrameworkCaps
 
-    def furthest(
-        self, model: ModelShape, configs: Sequence[ParallelConfig], offload: bool
-    ) -> MaxLength:
+    @property
+    def budget_bytes(self) -> float:
+        """What a GPU may hold."""
+        return self.cluster.budget_bytes
+
+    def workload(self, config: ParallelConfig, seq_len: int = STEP) -> Workload:
+        """A step of sequences of a length: where the shortest does not fit, none does."""
+        stages = 2 * config.pp if config.pp > 1 else 1  # enough micro batches to fill them
+        return Workload(self.model, seq_len, stages * config.dp * config.micro_batch)
+
+    def lengths(self) -> list[MaxLength]:
+        """Find the degrees that go furthest, for each recomputation, without and with offload.
+
+        Memory grows with the sequence, so a bisection finds the end.
+        """
+        results = []
+        for recompute in self.framework.recompute:
+            configs = [x.replace(recompute=recompute, offload_ratio=0.0) for x in self.bases]
+            if any(memory_violations(self.workload(configs[0], _MAX_TOKENS), configs[0])):
+                continue
+            for offload in (False, True)[: 1 + self.framework.offloads]:
+                results.append(self._furthest(configs, offload))
+        return results
+
+    def steps(self) -> list[MaxLength]:
+        """Full recomputation with offload, then in each row one more setting that trades time for
+        length: the one that goes furthest; those that make nothing longer are left out."""
+        configs = [base.replace(recompute="full", offload_ratio=0.0) for base in self.bases]
+        offload = self.framework.offloads
+        first = "full, offload" if offload else "full"
+        steps = [replace(self._furthest(configs, offload), added=first)]
+        while True:
+            options: list[tuple[str, list[ParallelConfig]]] = []
+            if self.framework.can_chunk_loss(configs[0]):
+                chunked = [config.replace(fused_loss=True) for config in configs]
+                options.append(("loss in chunks", chunked))
+            given = configs[0].replace(checkpoint_layers=self.bases[0].checkpoint_layers)
+            long = self.workload(given, _MAX_TOKENS)
+            for setting in self.framework.length_settings:
+                for config in with_setting(long, given, setting):
+                    change = {setting: getattr(config, setting)}
+                    changed = [each.replace(**change) for each in configs]
+                    options.append((added_words(config, given), changed))
+            lengths = [
+                (replace(self._furthest(changed, offload), added=words), changed)
+                for words, changed in options
+            ]
+            furthest = max(lengths, key=lambda each: each[0].seq_len, default=None)
+            if furthest is None or furthest[0].seq_len <= steps[-1].seq_len:
+                return steps
+            steps.append(furthest[0])
+            configs = furthest[1]
+
+    def needs_at(self, end: MaxLength, seq_len: int) -> Memory:
+        """The memory of another length with the settings of an answer, all offloaded."""
+        work = self.workload(end.config, seq_len)
+        config = end.config.replace(offload_ratio=1.0)
+        return memory(work, with_chunks_for(work, config), self.workspace_bytes)
+
+    def _furthest(self, configs: Sequence[ParallelConfig], offload: bool) -> MaxLength:
         best: list[MaxLength] = []
         for config in configs:
-            evaluate = partial(self._evaluate, model, config.replace(offload_unit="layer"), offload)
+            evaluate = partial(self._evaluate, config.replace(offload_unit="layer"), offload)
             if not best or not evaluate(best[0].seq_len + STEP).limit:
                 best = [_bisect(evaluate)]
         return best[0]
 
-    def _evaluate(
-        self, model: ModelShape, config: ParallelConfig, offload: bool, seq_len: int
-    ) -> MaxLength:
+    def _evaluate(self, config: ParallelConfig, offload: bool, seq_len: int) -> MaxLength:
         """The memory that a length needs, and what refuses it: ``limit`` is "" where it fits."""
-        work = _workload(model, config, seq_len)
-        config = with_chunks_for(work, config, self.given)
+        work = self.workload(config, seq_len)
+        config = with_chunks_for(work, config, self.bases[0])
         if offload:
             config, _ = with_offload(work, config, self.budget_bytes, self.workspace_bytes)
         needed = memory(work, config, self.workspace_bytes)
@@ -205,21 +177,14 @@ def all_configs(
         ConfigError: no degrees are feasible.
     """
     configs, reason = [], ""
-    undivided = {} if framework.divides_layers else {"tp": 1, "pp": 1}
-    if any(fixed.get(axis, 1) > 1 for axis in undivided):
-        raise ConfigError(f"{framework.name} has no --tp and no --pp: take --engine megatron-lm")
     cluster = cluster.with_gpus_per_node(min(gpus, cluster.gpus_per_node))
-    base = base.replace(
-        eager_norms=framework.eager_norms,
-        tp_sequence=base.tp_sequence and framework.tp_sequence,
-        unsharded_grad_reduce=framework.unsharded_grad_reduce,
-    )
-    for tp, ulysses, ring, pp, dp in degrees(gpus, {**fixed, **undivided}):
+    base = framework.settings_of(base)
+    for tp, ulysses, ring, pp, dp in degrees(gpus, framework.fixed_degrees(fixed)):
         if tp > cluster.gpus_per_node:
             continue
         config = base.replace(tp=tp, ulysses=ulysses, ring=ring, pp=pp, dp=dp)
         config = config.replace(schedule=framework.schedule if pp > 1 else "1f1b")
-        work = _workload(model, config, _MAX_TOKENS)
+        work = Workload(model, _MAX_TOKENS, 2 * pp * dp * config.micro_batch)
         # Full recomputation goes with all other settings: what breaks a rule now always does.
         infeasible = infeasible_reason(work, config.replace(recompute="full"))
         reason = reason or infeasible or ""

@@ -25,7 +25,7 @@ from ds_usp.planner.arguments import (
 )
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.models import ModelShape
-from ds_usp.settings import LENGTH_SETTINGS
+from ds_usp.settings import LENGTH_SETTINGS, Setting
 
 RECOMPUTE = ("none", "gemm-last", "attention-only", "attention", "full")
 CHECKPOINTED = ("attention", "full")  # those that checkpoint whole layers
@@ -204,10 +204,14 @@ class ParallelConfig:
         bf16 = " in bf16" if self.bf16_states else ""
         return f"FSDP2{bf16}" if self.fsdp2 else f"ZeRO-{self.zero}"
 
+    def length_settings(self) -> list[tuple[Setting, Any]]:
+        """The settings that trade time for length and are on, with their values."""
+        values = [(row, getattr(self, row.name)) for row in LENGTH_SETTINGS]
+        return [(row, value) for row, value in values if row.is_used(value)]
+
     def length_words(self) -> list[str]:
         """The settings that trade time for length, in words; none where all are off."""
-        values = ((row, getattr(self, row.name)) for row in LENGTH_SETTINGS)
-        return [row.words.format(value) for row, value in values if row.is_used(value)]
+        return [row.words.format(value) for row, value in self.length_settings()]
 
     def parts(self) -> dict[str, str]:
         """Kind of choice -> the choice in a user's words; none where there is nothing to set."""
@@ -357,8 +361,8 @@ def _not_in_transformers(config: ParallelConfig) -> list[str]:
     ]
     if config.recompute not in _TRANSFORMERS_RECOMPUTE:
         words.append(f"recompute {config.recompute}")
-    rows = (row for row in LENGTH_SETTINGS if "transformers" not in row.programs)
-    return words + [row.flag for row in rows if row.is_used(getattr(config, row.name))]
+    used = config.length_settings()
+    return words + [row.flag for row, _ in used if "transformers" not in row.programs]
 
 
 # ------------------------------------------------------------------ what training frameworks can do
@@ -395,7 +399,7 @@ def added_words(config: ParallelConfig, without: ParallelConfig) -> str:
     return words
 
 
-def length_options(work: Workload, config: ParallelConfig, setting: str) -> list[ParallelConfig]:
+def with_setting(work: Workload, config: ParallelConfig, setting: str) -> list[ParallelConfig]:
     """The config with one of ``LENGTH_SETTINGS`` switched on; several where it has a
     number; none where it is on already or does not go with the others.
 
@@ -471,14 +475,61 @@ class FrameworkCaps:
         Raises:
             ConfigError: which it lacks.
         """
-        used = (row for row in LENGTH_SETTINGS if row.is_used(getattr(config, row.name)))
-        lacking = [row.name for row in used if self.name not in row.programs]
+        used = config.length_settings()
+        lacking = [row.name for row, _ in used if self.name not in row.programs]
         lacking += ["fused_loss"] if config.fused_loss and not self.chunks_loss else []
         lacking += ["fsdp2"] if config.fsdp2 and not self.fsdp2 else []
         if lacking:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in lacking)
             raise ConfigError(f"{self.name} has no {names}: leave it out, or take another --engine")
         return self
+
+    def require(self, work: Workload, config: ParallelConfig) -> None:
+        """Refuse a plan that the program's settings cannot state.
+
+        Raises:
+            ConfigError: what it lacks.
+        """
+        self.with_settings_of(config)
+        if refusal := zero_refusal(config.zero, config.pp, bf16=0 not in self.zero):
+            raise ConfigError(refusal.message)
+        undivided = () if self.divides_layers else ("tp", "pp")
+        lacking = {
+            **{f"{axis} {n}": n > 1 for axis in undivided if (n := getattr(config, axis))},
+            f"ZeRO-{config.zero}": config.zero not in self.zero,
+            f"recompute {config.recompute}": config.recompute not in self.recompute,
+            "offload": config.offload_ratio > 0 and not self.offloads,
+            "virtual stages": config.virtual_stages(work.model) > 1 and not self.interleaves,
+        }
+        if names := [name for name, lacks in lacking.items() if lacks]:
+            raise ConfigError(
+                f"{self.name} has no {', '.join(names)}: plan with --engine {self.name}"
+            )
+        if config.pp > 1 and (rule := self.not_in_pipeline(work, config)):
+            raise ConfigError(f"{rule}, and the plan has pp {config.pp}: plan with --pp 1")
+
+    def fixed_degrees(self, fixed: Mapping[str, object]) -> dict[str, object]:
+        """The degrees that are given, and those that the program does not divide.
+
+        Raises:
+            ConfigError: given ones that it has not.
+        """
+        if self.divides_layers:
+            return {**fixed}
+        if flags := [f"--{axis}" for axis in ("tp", "pp") if fixed.get(axis) not in (None, 1)]:
+            raise ConfigError(
+                f"{self.name} has no {' and '.join(flags)}: leave it out, or take "
+                "--engine megatron-lm or megatron-deepspeed"
+            )
+        return {**fixed, "tp": 1, "pp": 1}
+
+    def settings_of(self, config: ParallelConfig) -> ParallelConfig:
+        """The config as the program computes it."""
+        return config.replace(
+            unsharded_grad_reduce=self.unsharded_grad_reduce,
+            tp_sequence=config.tp_sequence and self.tp_sequence,
+            eager_norms=self.eager_norms,
+        )
 
     def for_model(self, model: ModelShape) -> FrameworkCaps:
         """Itself, if it runs the model's layers: experts, windows and layers that carry a state
@@ -585,21 +636,8 @@ def degree_configs(
     Raises:
         ConfigError: no degrees have the fixed values.
     """
-    model = work.model
-    if not framework.divides_layers:
-        flags = [f"--{axis}" for axis in ("tp", "pp") if fixed.get(axis) not in (None, 1)]
-        if flags:
-            raise ConfigError(
-                f"{framework.name} has no {' and '.join(flags)}: leave it out, or take "
-                "--engine megatron-lm or megatron-deepspeed"
-            )
-        fixed = {**fixed, "tp": 1, "pp": 1}
-    defaults = base.replace(
-        unsharded_grad_reduce=framework.unsharded_grad_reduce,
-        tp_sequence=framework.tp_sequence,
-        eager_norms=framework.eager_norms,
-    )
-    for tp, ulysses, ring, pp, dp in degrees(gpus, fixed):
+    model, defaults = work.model, framework.settings_of(base)
+    for tp, ulysses, ring, pp, dp in degrees(gpus, framework.fixed_degrees(fixed)):
         config = defaults.replace(tp=tp, ulysses=ulysses, ring=ring)
         reason = "tp beyond a node" if tp > cluster.gpus_per_node else refusal_rule(work, config)
         if reason:

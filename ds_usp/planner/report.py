@@ -17,15 +17,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ds_usp.planner.arguments import flag
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.max_length import STEP, MaxLength, needs_at, shortest_workload
+from ds_usp.planner.max_length import STEP, LengthQuestion, MaxLength
 from ds_usp.planner.memory import Memory, memory
-from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import (
     FrameworkCaps,
     ParallelConfig,
     Workload,
     infeasible_reason,
-    length_options,
+    with_setting,
 )
 from ds_usp.planner.search import GIB, STATED_ERROR, Plan, SearchResult
 from ds_usp.settings import LENGTH_SETTINGS
@@ -227,15 +226,14 @@ def max_length_row(row: MaxLength) -> Json:
     return content | attributes(row, "seq_len limit") | memory_row(row.memory_needed)
 
 
-def max_length_text(
-    model: ModelShape, cluster: Cluster, budget_bytes: float, rows: Sequence[MaxLength], engine: str
-) -> Iterator[object]:
+def max_length_text(asked: LengthQuestion, rows: Sequence[MaxLength]) -> Iterator[object]:
     """A row for each way to save memory by its longest sequence; components in GiB."""
     config = rows[0].config
     alike = len({(x.config.tp, x.config.ulysses, x.config.ring, x.config.pp) for x in rows}) == 1
     yield (
-        f"{model.name}, {config.gpus} x {cluster.name} of {budget_bytes / GIB:.1f} GiB, {engine}, "
-        f"{config.sharding}: a sequence on {config.gpus // config.dp} GPUs"
+        f"{asked.model.name}, {config.gpus} x {asked.cluster.name} of "
+        f"{asked.budget_bytes / GIB:.1f} GiB, {asked.framework.name}, {config.sharding}: "
+        f"a sequence on {config.gpus // config.dp} GPUs"
         + (f", {config.dp} such" if config.dp > 1 else "")
         + (f", Ulysses {config.ulysses} x ring {config.ring}" if alike else "")
         + ". GiB of a GPU at the longest sequence"
@@ -268,43 +266,34 @@ def _lengths(rows: Sequence[MaxLength], first: Mapping[str, Cell]) -> Table:
     return Table(contents, columns)
 
 
-def length_steps_text(
-    model: ModelShape,
-    cluster: Cluster,
-    budget_bytes: float,
-    workspace_bytes: float,
-    framework: FrameworkCaps,
-    steps: Sequence[MaxLength],
-) -> Iterator[object]:
+def length_steps_text(asked: LengthQuestion, steps: Sequence[MaxLength]) -> Iterator[object]:
     """The settings that make the longest sequence longer, one more in each row, and what twice the
     length of the last one would take."""
     last = steps[-1]
+    config, needs, budget = last.config, last.memory_needed, asked.budget_bytes
+    host = f"which has {asked.cluster.host_budget_bytes(config.gpus) / GIB:.1f}"
     if not last.seq_len:
-        work, needs = shortest_workload(model, last.config), last.memory_needed
         yield (
             f"\nnothing fits: {STEP} tokens need {needs.total / GIB:.1f} GiB of a GPU that has "
-            f"{budget_bytes / GIB:.1f}, with {last.config}"
+            f"{budget / GIB:.1f}, with {config}"
         )
-        lacking = needs.total - budget_bytes
+        work, lacking = asked.workload(config), needs.total - budget
         if lacking > 0:
-            yield from shortage(work, last.config, lacking, workspace_bytes, framework)[1]
-        else:
-            host = cluster.host_budget_bytes(last.config.gpus)
-            yield (
-                f"{last.limit} ends it: {needs.host / GIB:.1f} GiB of host memory for each GPU, "
-                f"which has {host / GIB:.1f}"
-            )
+            workspace, framework = asked.workspace_bytes, asked.framework
+            yield from shortage(work, config, lacking, workspace, framework)[1]
+            return
+        on_host = f"{needs.host / GIB:.1f} GiB of host memory for each GPU, {host}"
+        yield f"{last.limit} ends it: {on_host}"
         return
     yield "\nsettings that make it longer, each kept in the rows below it"
     yield _lengths(steps, {"+ setting": "{added}"})
-    config, twice = last.config, 2 * last.seq_len
-    needs = needs_at(model, last, twice, workspace_bytes)
-    host = cluster.host_budget_bytes(config.gpus)
+    twice = 2 * last.seq_len
+    needs = asked.needs_at(last, twice)
     yield (
         f"the last row is {config}\n"
         f"{last.limit} ends it: {twice:,} tokens would take {needs.total / GIB:.1f} GiB of a GPU "
-        f"that has {budget_bytes / GIB:.1f}, and {needs.host / GIB:.1f} GiB of host memory for "
-        f"each GPU, which has {host / GIB:.1f}"
+        f"that has {budget / GIB:.1f}, and {needs.host / GIB:.1f} GiB of host memory for each GPU, "
+        f"{host}"
     )
 
 
@@ -394,7 +383,7 @@ def what_would_help(
         (config.micro_batch > 1, "micro batch 1", {"micro_batch": 1}),
     ]
     options = [(text, config.replace(**change)) for is_there, text, change in changes if is_there]
-    for option in (x for name in names for x in length_options(work, config, name)):
+    for option in (x for name in names for x in with_setting(work, config, name)):
         words = set(option.length_words()) - set(config.length_words())
         options.append((", ".join(words), option))
     needs = memory(work, config, workspace_bytes).total

@@ -32,9 +32,9 @@ from ds_usp.planner.parallel_config import (
     Workload,
     degree_configs,
     fixed_text,
-    length_options,
     memory_violations,
     values_of,
+    with_setting,
 )
 from ds_usp.planner.step_time import MicroBatch, StepTime, micro_batch_time, step_mfu, step_time
 from ds_usp.settings import LENGTH_SETTINGS
@@ -406,7 +406,7 @@ class _Collector:
             changed = [
                 option
                 for config in configs
-                for option in length_options(self._result.work, config.replace(**saving), setting)
+                for option in with_setting(self._result.work, config.replace(**saving), setting)
                 or [config]  # that cannot have it, as with tensor parallelism
             ]
             if changed == configs:

@@ -21,11 +21,9 @@ from ds_usp.planner.formulas import (
 from ds_usp.planner.hardware import load_cluster
 from ds_usp.planner.max_length import (
     STEP,
+    LengthQuestion,
     MaxLength,
     all_configs,
-    length_steps,
-    max_lengths,
-    needs_at,
 )
 from ds_usp.planner.memory import (
     Memory,
@@ -41,7 +39,7 @@ from ds_usp.planner.parallel_config import (
     ParallelConfig,
     Workload,
     framework_caps,
-    length_options,
+    with_setting,
 )
 from ds_usp.planner.search import search
 from ds_usp.planner.step_time import layer_time, step_time
@@ -151,7 +149,7 @@ def test_the_longest_sequences_of_one_gpu(tokens, on_host, measured):
 def test_how_each_setting_is_switched_on():
     def options(setting: str, work: Workload = WORK, **changes: object) -> list[object]:
         config = FULL.replace(**changes)
-        found = length_options(work, config, setting)
+        found = with_setting(work, config, setting)
         assert all(x == config.replace(**{setting: getattr(x, setting)}) for x in found)
         return [getattr(x, setting) for x in found]
 
@@ -184,10 +182,10 @@ def test_time_that_each_costs():
 
 def test_steps_go_further_and_say_what_ends_them():
     cluster = replace(H200, host_memory_bytes=256 * GIB).with_gpus_per_node(2)
-    limits = cluster, cluster.budget_bytes, cluster.workspace_bytes
     base = ParallelConfig(ulysses=2, zero=3)
     trainer = framework_caps("trainer")
-    steps = length_steps(LLAMA, [base], *limits, trainer)
+    asked = LengthQuestion(LLAMA, [base], cluster, cluster.workspace_bytes, trainer)
+    steps = asked.steps()
     assert [step.added for step in steps][:3] == [
         "full, offload",
         "loss in chunks",
@@ -198,11 +196,11 @@ def test_steps_go_further_and_say_what_ends_them():
     for step in steps:
         assert step.memory_needed.total <= cluster.budget_bytes
         assert cluster.host_memory_fits(step.memory_needed.host, 2)
-    beyond = needs_at(LLAMA, steps[-1], 2 * lengths[-1], cluster.workspace_bytes)
+    beyond = asked.needs_at(steps[-1], 2 * lengths[-1])
     assert beyond.total > cluster.budget_bytes and not cluster.host_memory_fits(beyond.host, 2)
     # What is given stays, and is not proposed again.
     given = base.replace(fused_loss=True, mlp_chunks=4)
-    fixed = length_steps(LLAMA, [given], *limits, trainer)
+    fixed = replace(asked, bases=[given]).steps()
     assert {step.config.mlp_chunks for step in fixed} == {4}
     assert all("loss" not in step.added for step in fixed)
     assert STEP < fixed[-1].seq_len < lengths[-1]
@@ -262,8 +260,9 @@ CASES = {
 
 def ends(case: str, budget_gib: float = 135.0, host_gib: float = 1024.0) -> list[MaxLength]:
     model, config = CASES[case]
-    cluster = replace(H200, host_memory_bytes=host_gib * GIB)
-    return max_lengths(load_model(model), [config], cluster, budget_gib * GIB, GIB, DEEP)
+    memory_bytes = budget_gib * GIB / 0.96
+    cluster = replace(H200, host_memory_bytes=host_gib * GIB, memory_bytes=memory_bytes)
+    return LengthQuestion(load_model(model), [config], cluster, GIB, DEEP).lengths()
 
 
 def fits(case: str, end: MaxLength, seq_len: int, budget_gib: float, host_gib: float) -> bool:
@@ -324,7 +323,7 @@ def test_without_degrees_those_that_go_furthest_are_found(capsys):
         cut for cut in product((1, 2, 4), repeat=4) if math.prod(cut) == 4 and cut[3] == 1
     }
     alone = [
-        max_lengths(model, [config], cluster, cluster.budget_bytes, cluster.workspace_bytes, DEEP)
+        LengthQuestion(model, [config], cluster, cluster.workspace_bytes, DEEP).lengths()
         for config in configs
     ]
     assert not any("added" in row for row in report[: len(alone[0])])
