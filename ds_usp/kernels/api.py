@@ -200,7 +200,7 @@ class SingleTileKernel:
             ((dout, rows), (q, rows), (out, rows), (k, columns), (v, columns))
         )
         if q.shape[1] != lse.shape[2]:
-            lse = lse[:, :, call.q_start : call.q_stop]
+            lse = lse.narrow(2, call.q_start, q.shape[1])
         saved = BackwardInputs(dout, q, k, v, out, lse)
         if call.tile is None:
             return self.multi_tile_backward(saved, call, scale)
@@ -335,8 +335,8 @@ def _slice_tokens(spans: Sequence[tuple[torch.Tensor, Span]]) -> list[torch.Tens
     slices = []
     for x, (start, stop) in spans:
         if stop - start != x.shape[1]:
-            x = x[:, start:stop]
-        slices.append(x if x.stride(3) == 1 else x.contiguous())
+            x = x.narrow(1, start, stop - start)  # as x[:, start:stop], in less of the host's time
+        slices.append(x if x.is_contiguous() or x.stride(3) == 1 else x.contiguous())
     return slices
 
 
