@@ -50,6 +50,8 @@ class ArgumentsDigest:
             if isinstance(x, Tensor):
                 self._tensors[name] = tuple(x.shape), x.dtype, x.device
                 sums.setdefault(x.device, []).append(_sum_of_bits(x))
+            elif hasattr(x, "tolist"):  # numpy's
+                plain.append(f"{name} {x.tolist()}")
             elif isinstance(x, (int, float, str)):
                 plain.append(f"{name} {x}")
         self._plain = ", ".join(plain)

@@ -32,7 +32,8 @@ from ds_usp.integrations.digests import ArgumentsDigest, digest_of_bits, flat
 # All settings (`_settings`), which takes milliseconds and waits for GPUs: by `enable`, by
 # `SequenceMesh.check`, in the first forward pass, and in one that finds on this rank that some were
 # changed: modules, their classes, hooks and methods, values of the configuration, buffers that are
-# not saved (`_outline`), shapes of weights. A change on one rank gives it another digest.
+# not saved and tensors that are plain attributes (`_outline`), shapes of weights. A change on one
+# rank gives it another digest. Of a function its name is compared alone.
 #
 # In each pass (`of_pass`), about a microsecond a module and weight: train or eval mode, which
 # weights are trained, and what adapters have merged or scaled; which weights were written, moved or
@@ -72,6 +73,8 @@ _NO_SETTINGS = frozenset(
         *("verbose", "debug", "logging", "main"),
     }
 )
+# Words in names of tensors that passes leave in attributes, as those of generation do.
+_STATES = frozenset({"deltas", "state", "states", "codes", "last"})
 # What PEFT changes in its layers.
 _OF_ADAPTERS = ("scaling", "merged_adapters", "_active_adapter", "_disable_adapters")
 _TO_LOAD = (
@@ -111,12 +114,13 @@ class ModelComparison:
         self._structure: list[Any] = []  # modules' classes and children, names of tensors
         self._attributes: list[dict[str, Any]] = []  # modules' attributes
         self._hooks: list[dict[int, Any]] = []  # of each module four kinds
-        # Attributes that a module had when it was first seen: frameworks add counts and times.
-        self._first_settings: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+        # Attributes that a module had when it was first seen, and whether they were tensors:
+        # frameworks add counts and times.
+        self._first_settings: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
         self._digest = ""  # of settings, when they were last read
         self._last_outline: list[Any] = []  # when settings were last read
         self._methods: list[tuple[dict[str, Any], str]] = []  # attributes that are callable
-        self._unsaved: list[tuple[dict[str, Any], str]] = []  # buffers that are settings
+        self._unsaved: list[tuple[dict[str, Any], str]] = []  # tensors that are settings
         self._before_first_pass: Entries | None = None
         self._written_by_passes: set[str] | None = None  # settings; None before the first one
         self._modes = 0
@@ -197,6 +201,11 @@ class ModelComparison:
         return compared
 
     @property
+    def structure(self) -> list[Any]:
+        """Another list when a pass has found other modules than the pass before."""
+        return self._structure
+
+    @property
     def drops(self) -> bool:
         """A module drops elements in the pass that runs, whether or not it is given any here."""
         return any(x.training and x.p for x in self._dropouts)
@@ -217,7 +226,8 @@ class ModelComparison:
         before, self._before_first_pass = self._before_first_pass, None
         if before is not None and self._mesh.sp_group is not None:
             now = self._settings()
-            self._written_by_passes = {x for x in before if now.get(x) != before[x]}
+            names = before.keys() | now.keys()
+            self._written_by_passes = {x for x in names if now.get(x) != before.get(x)}
             self._digest = self._digest_of(now)
 
     def agree(
@@ -284,8 +294,8 @@ class ModelComparison:
 
     def _settings(self, modes: bool = True) -> Entries:
         """All that is equal on all ranks and no weight, by name: values of the configuration; of
-        each module its class, plain attributes, replaced methods, hooks, and buffers that no
-        checkpoint holds.
+        each module its class, plain attributes, replaced methods, hooks, and tensors that no
+        checkpoint holds: buffers and attributes.
 
         Args:
             modes: train or eval mode, which weights are trained, and modes of torch too.
@@ -297,35 +307,47 @@ class ModelComparison:
             entries |= _hooks(hooks, getattr(nn.modules.module, hooks))
         self._methods, self._unsaved = [], []
         for path, module in self._modules.items():
-            dot, values = f"{path}." if path else "", vars(module)
-            entries[path or "model"] = [type(module).__name__]
-            for hooks in filter(values.get, _HOOKS):
-                entries |= _hooks(dot + hooks[1:], values[hooks])
-            settings = self._first_settings.get(module)
-            if settings is None:
-                # What is None may be a tensor later, and was one before where passes leave states.
-                named = {x: value for x, value in values.items() if value is not None}
-                settings = frozenset(x for x in named if _is_setting(x) and _leaves(x, named[x]))
-                self._first_settings[module] = settings
-            methods = {x for x in values if callable(values[x]) and _is_setting(x)}
-            self._methods += ((values, x) for x in methods)
-            names = values.keys() & {*settings, *_OF_ADAPTERS, *methods}
-            for name in sorted(names if modes else names - {"training"}):
-                entries |= _leaves(dot + name, values[name])
-            for name in sorted(filter(_is_setting, module._non_persistent_buffers_set)):
-                x: Any = module._buffers.get(name)
-                if _is_whole(x):
-                    entries[dot + name] = [_shape(x), digest_of_bits(x)]
-                    self._unsaved.append((module._buffers, name))
+            entries |= self._settings_of(path, module, modes)
         if modes:
             entries |= {name: [str(x)] for name, x in _torch_modes().items()}
             for slot, trained in zip(self._slots, self._trained, strict=True):
                 entries[f"{slot[-1]}.requires_grad"] = [str(trained)]
         return entries
 
+    def _settings_of(self, path: str, module: nn.Module, modes: bool) -> Entries:
+        dot, values = f"{path}." if path else "", vars(module)
+        entries = {path or "model": [_class_of(module)]}
+        for hooks in filter(values.get, _HOOKS):
+            entries |= _hooks(dot + hooks[1:], values[hooks])
+        if (first := self._first_settings.get(module)) is None:
+            settings = {x: values[x] for x in values if _is_setting(x) and _leaves(x, values[x])}
+            first = {x: isinstance(value, Tensor) for x, value in settings.items()}
+            self._first_settings[module] = first
+        methods = {x for x in values if callable(values[x]) and _is_setting(x)}
+        self._methods += ((values, x) for x in methods)
+        names = values.keys() & {*first, *_OF_ADAPTERS, *methods}
+        buffers = filter(_is_setting, module._non_persistent_buffers_set)
+        tensors: list[tuple[dict[str, Any], str]] = [(module._buffers, x) for x in sorted(buffers)]
+        for name in sorted(names if modes else names - {"training"}):
+            value = values[name]
+            if not isinstance(value, Tensor):
+                # None is as if it were absent: a number on another rank differs from it.
+                entries |= {} if value is None else _leaves(dot + name, value)
+            # What is None may be a tensor later, and was one before where passes leave states.
+            elif first.get(name) and _STATES.isdisjoint(name.split("_")):
+                tensors.append((values, name))
+        written = self._written_by_passes or ()
+        for holder, name in tensors:
+            x: Any = holder.get(name)
+            if _is_whole(x):
+                entries[dot + name] = [_shape(x), digest_of_bits(x)]
+                if dot + name not in written:
+                    self._unsaved.append((holder, name))
+        return entries
+
     def _outline(self) -> list[Any]:
         """Return what shows a change of settings, without attributes' values: hooks, numbers of
-        attributes, replaced methods, unsaved buffers as of weights, values of configurations."""
+        attributes, replaced methods, unsaved tensors as of weights, values of configurations."""
         config: Any = getattr(self._model, "config", None)
         values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
         inner = [vars(x) for x in values.values() if hasattr(x, "to_dict")]
@@ -334,7 +356,7 @@ class ModelComparison:
             [tuple(getattr(nn.modules.module, hooks)) for hooks in _OF_ALL_MODULES],
             list(map(len, self._attributes)),
             [id(values.get(name)) for values, name in self._methods],
-            [_mark(buffers.get(name)) for buffers, name in self._unsaved],
+            [_mark(values.get(name)) for values, name in self._unsaved],
             *map(dict, (values, *inner)),
         ]
 
@@ -410,8 +432,8 @@ def _sample(x: Tensor, turn: int) -> Tensor:
     return x[torch.unravel_index(indices.to(x.device), x.shape)]
 
 
-def _mark(x: Tensor | None) -> tuple[int, ...] | None:
-    if x is None:
+def _mark(x: Any) -> tuple[int, ...] | None:
+    if not isinstance(x, Tensor):
         return None
     return id(x), x.data_ptr(), version_of(x)
 
@@ -450,10 +472,24 @@ def _is_setting(name: str) -> bool:
     return name[:1] != "_" and _NO_SETTINGS.isdisjoint(name.lower().split("_"))
 
 
+def _class_of(module: nn.Module) -> str:
+    """The name of its class, and that of a ``forward`` which somebody has put into the class."""
+    kind = type(module)
+    forward: Any = getattr(kind.forward, "__qualname__", "a function without a name")
+    inherited = any(forward == f"{x.__qualname__}.forward" for x in kind.__mro__)
+    inherited = inherited or kind.forward is nn.Module.forward
+    return kind.__name__ if inherited else f"{kind.__name__} with {forward}"
+
+
 def _leaves(name: str, value: Any) -> Entries:
-    """Plain values, and names of functions, in a value and the mappings and lists in it."""
+    """Plain values, names of functions, and digests of tensors that are not trained, in a value and
+    the mappings and lists in it."""
     entries = {}
     for path, x in flat(name, value):
+        if isinstance(x, Tensor):
+            if _is_whole(x) and not x.requires_grad:
+                entries[path] = [_shape(x), digest_of_bits(x)]
+            continue
         if isinstance(x, float) and x.is_integer():  # files hold 1 or 1.0
             x = int(x)
         if callable(x):

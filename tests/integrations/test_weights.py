@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import peft
 import pytest
 import tiny_diffusers
@@ -148,6 +149,7 @@ def test_settings_are_what_modules_have_from_the_start():
     module.limit = torch.ones(3)  # no number any more
     assert compared.of_pass()["settings"] not in (first, second, third)
     del module.limit, module.calls
+    module.table = None
     assert compared.of_pass()["settings"] == comparison(model).of_pass()["settings"]
 
 
@@ -235,6 +237,11 @@ def replace_method(model: Any) -> None:
     inner(model).forward = lambda *args, **kwargs: stock(*args, **kwargs)
 
 
+def replace_forward(model: Any) -> None:
+    mlp = next(x for x in model.modules() if type(x).__name__ == "LlamaMLP")
+    mlp.__class__ = type("LlamaMLP", (type(mlp),), {"forward": lambda self, x: 2 * x})
+
+
 def change_config(model: Any) -> None:
     if isinstance(model.config, dict):
         model.register_to_config(theta=5)
@@ -272,6 +279,8 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "method": (replace_method, r"(?s)forward: .*<lambda> on rank 1"),
     "config": (change_config, r"(?s)config\.\w+: .*(30|5) on rank 1"),
     "buffer": (change_buffer, r"(?s)(inv_freq|freqs_cos): elements with the digest"),
+    "table": (lambda model: inner(model).table.mul_(2), r"\.table: elements with the digest"),
+    "forward of a class": (replace_forward, r"(?s)MLP on rank 0, .*MLP with .*<lambda> on rank 1"),
     "frozen": (
         lambda model: inner(model).weight.requires_grad_(not inner(model).weight.requires_grad),
         r"weight\.requires_grad: ",
@@ -285,6 +294,8 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 
 # What `mesh.check()` finds, and passes do not look for.
 SETTINGS_ALONE: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "table": (lambda model: inner(model).tables[1].mul_(2), r"tables\.1: elements with the digest"),
+    "none": (lambda model: setattr(inner(model), "limit", 0.5), r"(?s)limit: .*0\.5 on rank 1"),
     "epsilon": (change_epsilon, r"(?s)eps\w*: .*0\.01 on rank 1"),
     "list": (
         lambda model: inner(model).sizes.append(3),
@@ -298,6 +309,7 @@ SETTINGS_ALONE: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 
 
 SEEN = ["hook", "backward hook", "method", "config", "buffer", "frozen", "precision"]
+SEEN += ["table", "forward of a class"]
 
 
 def changed_on_one_rank(ctx: RankContext, name: str, known: bool, keys: list[str]) -> None:
@@ -307,6 +319,7 @@ def changed_on_one_rank(ctx: RankContext, name: str, known: bool, keys: list[str
         model, given, enable, target = model_of(name)
         if key != "new adapter":
             adapt(model, target, "style")
+        inner(model).table = torch.ones(2)
         with enable(model, mesh_of(2)) as enabled, patch.object(ArgumentsDigest, "is_known", known):
             for _ in range(2):
                 model(**given)
@@ -350,6 +363,7 @@ def changed_before_a_check(ctx: RankContext, name: str, keys: list[str]) -> None
         change, message = SETTINGS_ALONE[key]
         model, given, enable, _ = model_of(name)
         inner(model).sizes, inner(model).kinds = [2], ["a", "c", "b"]
+        inner(model).tables, inner(model).limit = [torch.ones(2), torch.ones(2)], None
         names = ("x", "y") if ctx.rank else ("y", "x")
         inner(model).of_kinds = dict.fromkeys(names, 1)  # their order is none of the settings
         with enable(model, mesh_of(2)) as enabled:
@@ -548,11 +562,13 @@ def test_digests_tell_batches_apart():
         {**batch, "input_ids": batch["input_ids"].T},
         {"input_ids": batch["input_ids"]},
         {"input_ids": batch["input_ids"].double(), "labels": batch["labels"]},
+        *({**batch, "num_items_in_batch": numpy.int64(count)} for count in (50, 51)),
+        {**batch, "num_items_in_batch": numpy.array([50, 52])},
     )
     assert len({same, *map(digest, others)}) == 1 + len(others)
     assert digest({}) == digest({})
     shapes = {ArgumentsDigest(x).text(values=False) for x in (batch, *others)}
-    assert len(shapes) == 1 + len(others) - 2
+    assert len(shapes) == 1 + len(others) - 2  # of the values of tensors
     assert not dist.is_initialized()
 
 
