@@ -7,10 +7,11 @@ the mesh joins them; whatever else of a model looks at more than one token sees 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -39,29 +40,33 @@ class ShardLimits:
 
     Attributes:
         reason: what is never exact; empty without.
-        chunk: tokens of Llama 4's chunks of attention; None without.
         counted: from how many tokens on layers count their own.
-        ropes: kinds of RoPE that depend on the largest position, and where each one changes.
+        model: it, whose configuration a program may change between passes.
+        rotary: where modules with a kind of RoPE are, each by its parent and name: a program may
+            put another one there, or give it another kind.
     """
 
     reason: str
-    chunk: int | None
     counted: tuple[tuple[str, int], ...]
-    ropes: tuple[tuple[str, int], ...]
+    model: weakref.ref[Any]
+    rotary: tuple[tuple[weakref.ref[nn.Module], str], ...]
 
     @classmethod
     def of(cls, model: Any) -> ShardLimits:
         text = model.config.get_text_config()
         kinds: Sequence[str] = getattr(text, "layer_types", None) or ()
-        chunk = getattr(text, "attention_chunk_size", None)
-        if kinds and "chunked_attention" not in kinds:
-            chunk = None
         modules = list(model.modules())
         counted = {
             (type(x).__name__, getattr(x, "floor_scale", 0)) for x in modules if counts_tokens(x)
         }
         reason = next(_reasons(model, kinds, modules), "")
-        return cls(reason, chunk, tuple(counted), tuple(set(_ropes(modules))))
+        rotary = tuple(
+            (weakref.ref(parent), name)
+            for parent in modules
+            for name, child in parent.named_children()
+            if hasattr(child, "rope_type")
+        )
+        return cls(reason, tuple(counted), weakref.ref(model), rotary)
 
     def reason_against(self, seq_len: int, largest: Callable[[], Sequence[int]]) -> str:
         """Why a whole sequence of so many tokens is not exact on shards; empty where it is.
@@ -71,15 +76,19 @@ class ShardLimits:
         """
         if self.reason:
             return self.reason
-        if self.chunk is not None and self.chunk < seq_len:
+        text = cast(Any, self.model()).config.get_text_config()  # a layer of it calls
+        chunk = getattr(text, "attention_chunk_size", None)
+        kinds = getattr(text, "layer_types", None) or ("chunked_attention",)
+        if chunk is not None and chunk < seq_len and "chunked_attention" in kinds:
             return (
-                f"attention in chunks of {self.chunk} tokens (attention_chunk_size), which "
+                f"attention in chunks of {chunk} tokens (attention_chunk_size), which "
                 f"transformers compares with the tokens of a rank; the sequence has {seq_len}"
             )
         for name, first in self.counted:
             if seq_len >= first:
                 return f"{name} counts the tokens that it is given, which are a rank's, from 0 on"
-        for kind, limit in self.ropes:
+        modules = (getattr(parent(), name, None) for parent, name in self.rotary)
+        for kind, limit in set(_ropes(modules)):
             tops = largest()
             seen = {max(top, limit) if kind == "dynamic" else top > limit for top in tops}
             if len(seen) > 1:
@@ -113,7 +122,7 @@ def _is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
 
 
-def _ropes(modules: Sequence[nn.Module]) -> Iterator[tuple[str, int]]:
+def _ropes(modules: Iterable[nn.Module | None]) -> Iterator[tuple[str, int]]:
     """The kinds that ``dynamic_rope_update`` of transformers computes anew, and their limits."""
     for module in modules:
         kinds: Any = getattr(module, "rope_type", None)

@@ -398,6 +398,14 @@ def on_shards(ctx: RankContext) -> dict[str, float | str]:
                 else:
                     error = error_of(have, alone(kind, ROWS[:1]))
                     found[f"{kind}{' lengths' * lengths}"] = error
+        if found:  # after a pass, another RoPE
+            model = use_flash(build("llama"))
+            sharded(model, ctx, ROWS[:1], layout)
+            model.model.rotary_emb = build("dynamic 36").model.rotary_emb
+            try:
+                sharded(model, ctx, ROWS[:1], layout)
+            except ds_usp.USPError as error:
+                found["dynamic 36 later"] = str(error)
     return found
 
 

@@ -76,6 +76,7 @@ def test_positions_in_a_buffer_that_is_filled_again(pool):
 NOT_OF_A_SHARD = {
     "longrope 36": "RoPE (longrope)",
     "dynamic 36": "RoPE (dynamic)",
+    "dynamic 36 later": "RoPE (dynamic)",
     "state": "carry a state from token to token",
     "chunks": "chunks of 30 tokens",
     "counted": "counts the tokens",

@@ -547,6 +547,34 @@ def test_frequencies_follow_the_largest_position_of_the_batch(pool, scaling):
     all_exact(pool.run(every_length, WORLD, scaling=scaling), len(LENGTHS) * len(ULYSSES))
 
 
+def other_rotary(model: Any) -> None:
+    model.model.rotary_emb = build("llama", **SCALED["dynamic"][1]).model.rotary_emb
+
+
+def other_kind(model: Any) -> None:
+    dynamic = build("llama", **SCALED["dynamic"][1]).model.rotary_emb
+    names = "rope_type", "config", "original_max_seq_len", "max_seq_len_cached"
+    vars(model.model.rotary_emb).update({name: vars(dynamic)[name] for name in names})
+
+
+def changed_later(ctx: RankContext) -> dict[str, float]:
+    errors = {}
+    for change in (other_rotary, other_kind):
+        model, alone = build("llama"), build("llama")
+        change(alone)
+        with enable(model, mesh_of(1), logits="whole"):
+            model(**plain_batch(tokens=9))
+            change(model)
+            have = on_the_mesh(model, mesh_of(1), plain_batch())
+        errors[change.__name__] = have.error(whole_model(alone, plain_batch()))
+    return errors
+
+
+def test_frequencies_may_become_others_after_enable(pool):
+    for errors in pool.run(changed_later, 2):
+        assert max(errors.values()) <= BOUND, errors
+
+
 # ------------------------------------------------------------------ checkpointing
 
 

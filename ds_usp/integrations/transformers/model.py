@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any, cast
 
@@ -238,6 +240,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._enabled = True
         self._outer_pass: tuple[Shard | None] | None = None  # while shards are given
         self._running, self._noise = RunningPass(), ShardNoise(mesh.rank)
+        self._positions = LargestPosition(self._running, partial(text_modules, inner))
+        self._positions.follow(self._compared.structure)
         self._image_positions = ImagePositions(inner)
         head = refusals.find_head(inner) if options.loss_chunks else None
         is_carried = any(recurrent_layers(inner)) or decoders.need_carry(inner)
@@ -259,7 +263,6 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         # The first of the hooks before and the first of those after: users' own see this rank's
         # shard on the way in, as the layers do, and whole outputs on the way out.
         self._handles: list[RemovableHandle] = [
-            *LargestPosition(self._running).register(text_modules(inner)),
             *(x.register_forward_pre_hook(self._before_tower) for x in towers(inner)),
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after, with_kwargs=True, prepend=True),
@@ -303,6 +306,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._positions.remove()
         if not self._enabled:
             return
         self._enabled = False
@@ -393,6 +397,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
+            self._positions.follow(self._compared.structure)
             options = self._options
             call = AttentionOptions(
                 self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
@@ -774,18 +779,40 @@ class LargestPosition:
     ``dynamic`` and ``longrope`` (and PhiMoE's own scaling) choose their frequencies by the largest
     position they are given. A shard has another one than the sequence, and each rank would choose
     for itself: so their positions get one more token at the largest one, whose angles are dropped.
+
+    Args:
+        modules: returns those of the text model. A program may put in other rotary modules, or give
+            one another kind, after it has enabled the model: each pass looks for that.
     """
 
-    def __init__(self, running: RunningPass) -> None:
-        self._running = running
+    def __init__(self, running: RunningPass, modules: Callable[[], Iterable[nn.Module]]) -> None:
+        self._running, self._modules = running, modules
+        self._structure: object = None
+        self._rotary: list[tuple[Any, object]] = []  # modules, and what kinds of RoPE they have
+        self._handles: list[RemovableHandle] = []
 
-    def register(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
-        for module in modules:
-            kinds = getattr(module, "rope_type", None)
+    def follow(self, structure: object) -> None:
+        """Register what was not, if the model is another ``structure`` than when this was called
+        before, or a rotary module has another kind."""
+        unchanged = all(x.rope_type == kinds for x, kinds in self._rotary)
+        if unchanged and structure is self._structure:
+            return
+        self.remove()
+        self._structure = structure
+        for module in self._modules():
+            kinds: Any = getattr(module, "rope_type", None)
+            if kinds is None:
+                continue
+            self._rotary.append((module, copy(kinds)))
             kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
             if any(isinstance(kind, str) and kind != "default" for kind in kinds):
-                yield module.register_forward_pre_hook(self._append, with_kwargs=True)
-                yield module.register_forward_hook(self._drop)
+                append = module.register_forward_pre_hook(self._append, with_kwargs=True)
+                self._handles += append, module.register_forward_hook(self._drop)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._rotary = [], []
 
     def _append(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
