@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
@@ -231,10 +231,13 @@ class _Functions:
         starts[0] = k_borders[0] == first
         whole = mesh.gather(starts, mesh.layout("contiguous", tokens * mesh.sp_degree), 0)
         borders = (*whole.nonzero().flatten().tolist(), len(whole))
-        if not causal and not {k_borders[0], k_borders[-1]} <= set(borders):
+        begin = borders[bisect_right(borders, first) - 1]
+        end = last if causal else borders[bisect_left(borders, last)]
+        if (k_borders[0], k_borders[-1]) != (begin, end):
             raise ConfigError(
-                f"local_k_slice {keys} of rank {mesh.rank} ends inside a document of {borders}, "
-                "and causal=False: prepare the lengths with causal=False"
+                f"local_k_slice {keys} of rank {mesh.rank} contradicts the documents {borders} "
+                f"that the ranks' lengths make together, of which it needs the keys {begin} to "
+                f"{end}: prepare the lengths of one batch on all ranks, with causal={causal}"
             )
         return borders
 

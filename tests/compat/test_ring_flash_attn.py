@@ -338,6 +338,13 @@ def refused(ctx: RankContext) -> dict[str, Exception | None]:
         raised["other keys later"] = error_of(
             llama3, q, q, q, queries, other, *rest, 1, keys, causal=True
         )
+        # Rank 1 has lengths of another batch, of which its own part is the same.
+        *lengths, slice_of_other = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+            torch.tensor([0, 9 if ctx.rank else 5, 32]), True, ctx.rank, ctx.world
+        )
+        raised["lengths of another batch"] = error_of(
+            llama3, q, q, q, *lengths, 1, slice_of_other, causal=True
+        )
         # One rank gives the tensor of the call before: both read again, and all is right.
         queries = queries.clone() if ctx.rank else queries
         assert llama3(q, q, q, queries, *others, 1, keys, causal=True).shape == q.shape
@@ -374,9 +381,10 @@ def test_what_is_not_exact_is_refused_on_every_rank(pool):
     for name, (*_, text) in REFUSED.items():
         for raised in (first, second):
             assert text in str(raised[name]), (name, raised[name])
-    for name in ("rank 1 has rank 0's", "rank 1 alone"):
+    for name in ("rank 1 has rank 0's", "rank 1 alone", "lengths of another batch"):
         assert isinstance(first[name], MeshError) and isinstance(second[name], ConfigError)
         assert str(second[name]) in str(first[name])
+    assert "slice(9, 32, None) of rank 1 contradicts" in str(second["lengths of another batch"])
     assert "ring_flash_attn_func has no argument 'softcap'" in str(second["rank 1's keyword"])
     assert str(second["rank 1's keyword"]) in str(first["rank 1's keyword"])
     for raised in (first, second):

@@ -802,6 +802,15 @@ CASES: Mapping[str, tuple[str, Act, Act]] = {
             attention_mask=(torch.arange(41) < 38)[None],
         ),
     ),
+    "labels behind the last border": (
+        "what comes after the last of cu_seq_lens_q is padding",
+        lambda: llama(input_ids=IDS[:1], labels=IDS[:1], cu_seq_lens_q=torch.tensor([0, 9, 38])),
+        lambda: llama(
+            input_ids=IDS[:1],
+            labels=IDS[:1].masked_fill(torch.arange(41) >= 38, -100),
+            cu_seq_lens_q=torch.tensor([0, 9, 38]),
+        ),
+    ),
     "numbers of documents alone": (
         "position_ids that start anew in each document",
         lambda: llama(input_ids=IDS[:1], seq_idx=NUMBERS),

@@ -73,6 +73,7 @@ class WholeArguments:
         size, seq_len: rows and tokens.
         left_padded: a row begins with padding.
         packing: the documents of the rows, or a tree of them.
+        stop: where cumulative lengths without a mask end before the row: padding comes after it.
     """
 
     arguments: Mapping[str, Any]
@@ -80,6 +81,7 @@ class WholeArguments:
     seq_len: int
     left_padded: bool
     packing: Packing = NO_PACKING
+    stop: int | None = None
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> WholeArguments:
@@ -119,11 +121,12 @@ class WholeArguments:
             if "position_ids" not in present:
                 present["position_ids"] = tree_positions(packing, tokens.device)
             return cls(present, size, seq_len, left_padded=False, packing=packing)
-        documents = _documents(present, mask, mask_documents, rows, seq_len)
+        documents, rows = _documents(present, mask, mask_documents, rows, seq_len)
         if "seq_idx" in present:
             _check_numbers(present["seq_idx"], documents, size, seq_len)
         left_padded = any(row.first > 0 for row in rows)
-        return cls(present, size, seq_len, left_padded, Packing(documents))
+        stop = rows[0].stop if mask is None and rows[0].stop < seq_len else None
+        return cls(present, size, seq_len, left_padded, Packing(documents), stop)
 
     @property
     def documents(self) -> tuple[Borders, ...]:
@@ -197,6 +200,8 @@ class WholeArguments:
                 "tokens are"
             )
         mask = self.arguments.get("attention_mask")
+        if mask is None and self.stop is not None:
+            mask = torch.arange(self.seq_len, device=targets.device)[None] < self.stop
         if mask is None:
             return
         wrong = (targets != IGNORE_INDEX) & (mask == 0).to(targets.device)
@@ -206,7 +211,8 @@ class WholeArguments:
                 f"labels of rows {rows[:8]} would be predicted from padding: set the labels of "
                 "padding to -100 (labels[attention_mask == 0] = -100), and with padding on the "
                 "left the label of the first real token too, or pad on the right "
-                "(tokenizer.padding_side='right')"
+                "(tokenizer.padding_side='right'); what comes after the last of cu_seq_lens_q is "
+                "padding"
             )
 
     def check_tokens(
@@ -488,8 +494,8 @@ def _documents(
     mask_documents: tuple[Borders, ...],
     rows: list[RealTokens],
     seq_len: int,
-) -> tuple[Borders, ...]:
-    """Cumulative borders of the documents; padding is a document of its own."""
+) -> tuple[tuple[Borders, ...], list[RealTokens]]:
+    """Cumulative borders of the documents, padding being one of its own, and the real tokens."""
     size = len(rows)
     steps = _steps(arguments.get("position_ids"), size)
     stated: dict[str, Sequence[Borders]] = {}
@@ -508,7 +514,7 @@ def _documents(
     if any(row.num_others for row in rows):
         stated[PADDING] = mask_documents or [(0, seq_len)] * size
     if stated:
-        return tuple(agreed_documents(stated, steps, rows))
+        return tuple(agreed_documents(stated, steps, rows)), rows
     documents = []
     for row, (real, row_steps) in enumerate(zip(rows, steps or [{}] * size, strict=True)):
         inside = [x for x in row_steps if real.first < x < real.stop]
@@ -521,7 +527,7 @@ def _documents(
                 "positions jump give cu_seq_lens_q and cu_seq_lens_k, [0, tokens]"
             )
         documents.append(borders_through((real.first, *inside, real.stop), seq_len))
-    return () if set(documents) == {(0, seq_len)} else tuple(documents)
+    return (() if set(documents) == {(0, seq_len)} else tuple(documents)), rows
 
 
 def _check_numbers(
