@@ -19,11 +19,11 @@ from argparse import (
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar, cast
 
 from ds_usp.errors import ConfigError
 from ds_usp.settings import Choices, Integer, Switch, settings_of
@@ -246,6 +246,25 @@ _RULES: Mapping[str, tuple[_Rule, ...]] = MappingProxyType(
 )
 
 
+class Components:
+    """A dataclass of numbers whose sum has a name: its fields are the components.
+
+    Attributes:
+        apart: fields that are no part of the total.
+    """
+
+    apart: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def total(self) -> float:
+        """The sum of the components."""
+        return sum(self.components().values())
+
+    def components(self) -> dict[str, float]:
+        """Name -> number, of what is part of the total."""
+        return {name: size for name, size in vars(self).items() if name not in self.apart}
+
+
 def choice(values: Sequence[str], default: str) -> Any:
     """A dataclass field that takes one of these texts."""
     return field(default=default, metadata={"choices": tuple(values)})
@@ -278,12 +297,8 @@ def _rules(f: Field[Any]) -> tuple[_Rule, ...]:
     if choices:
         rules = (((lambda x: x in choices), f"one of {', '.join(map(str, choices))}"),)
     if kind.endswith(" | None"):
-        return tuple((partial(_none_or, accepts), wanted) for accepts, wanted in rules)
+        return tuple(((lambda x, a=a: x is None or a(x)), wanted) for a, wanted in rules)
     return rules
-
-
-def _none_or(accepts: Callable[[Any], bool], value: object) -> bool:
-    return value is None or accepts(value)
 
 
 def read_json(path: Path, kind: str) -> Any:

@@ -16,6 +16,7 @@ from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import Instr, Op, Schedule, pipeline_schedule
 from ds_usp.geometry.ring_schedule import ring_schedule
+from ds_usp.planner.arguments import Components
 from ds_usp.planner.hardware import HBM_FRACTION, Cluster, interpolate_curve
 from ds_usp.planner.parallel_config import ParallelConfig, Workload, exchanges_shards_again
 from ds_usp.planner.pipeline_timeline import Cost, Timeline, simulate
@@ -220,8 +221,8 @@ def mean_costs(
 _MERGE_BYTES = 12.0
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTime:
+@dataclass(frozen=True)
+class AttentionTime(Components):
     """Seconds of one direction on one rank.
 
     Args:
@@ -233,10 +234,6 @@ class AttentionTime:
     kernel: float
     merge: float
     exposed: float
-
-    @property
-    def total(self) -> float:
-        return self.kernel + self.merge + self.exposed
 
 
 def attention_s(

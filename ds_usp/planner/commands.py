@@ -19,7 +19,6 @@ from ds_usp.planner.arguments import (
     CountOrZero,
     Fraction,
     Gpus,
-    NonNegative,
     Positive,
     Sequences,
     ZeroStage,
@@ -29,7 +28,6 @@ from ds_usp.planner.arguments import (
     with_settings,
 )
 from ds_usp.planner.diffusion import diffusion_plan, known_heads
-from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.max_length import LengthQuestion, all_configs
 from ds_usp.planner.memory import memory, stage_memory
 from ds_usp.planner.models import load_model
@@ -76,7 +74,7 @@ class _FusionFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainingFlags(_FusionFlags, ClusterFlags):
-    """One training configuration: degrees, ZeRO stage, pipeline, gradient dtype and workspace."""
+    """One training configuration: degrees, ZeRO stage, pipeline and gradient dtype."""
 
     tp: Gpus | None = flag("tensor-parallel degree (default: 1)", None)
     ulysses: Gpus | None = flag("Ulysses degree (default: 1)", None)
@@ -91,9 +89,6 @@ class _TrainingFlags(_FusionFlags, ClusterFlags):
     grad_dtype: str = flag("of summed gradients", "fp32", choices=DTYPES)
     no_tp_sequence_parallel: bool = flag(
         "tensor parallelism without Megatron's sequence parallelism", False
-    )
-    workspace_gib: NonNegative | None = flag(
-        "what no formula counts (default: the cluster's)", None
     )
 
     def training_config(self, **settings: Any) -> ParallelConfig:
@@ -112,11 +107,6 @@ class _TrainingFlags(_FusionFlags, ClusterFlags):
                 f"{config.ulysses} x ring {config.ring} x pp {config.pp} = {config.gpus}"
             )
         return config.replace(dp=self.dp or (self.gpus or config.gpus) // config.gpus)
-
-    def workspace_bytes(self, cluster: Cluster) -> float:
-        """The memory that no formula counts: ``--workspace-gib``, else the cluster's."""
-        stated = self.workspace_gib
-        return cluster.workspace_bytes if stated is None else stated * GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +129,7 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
         work = Workload(load_model(self.model), self.seq_len, global_batch)
         require_feasible(work, config, self.gpus)
         cluster, name = self.load_cluster()
-        workspace = self.workspace_bytes(cluster)
+        workspace = cluster.workspace_bytes
         if not -1 <= self.stage < config.pp:
             raise ConfigError(f"--stage {self.stage} is outside the {config.pp} stages")
         fullest = memory(work, config, workspace)
@@ -198,7 +188,7 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
             fixed = dict.fromkeys(axes, 1) | fixed
         gpus = self.gpus or math.prod(fixed.values())
         configs = all_configs(model, base, gpus, cluster, caps, fixed)
-        asked = LengthQuestion(model, configs, cluster, self.workspace_bytes(cluster), caps)
+        asked = LengthQuestion(model, configs, cluster, caps)
         rows, steps = asked.lengths(), asked.steps()
         content = [report.max_length_row(row) for row in (*rows, *steps)]
         text = [name, *report.max_length_text(asked, rows), *report.length_steps_text(asked, steps)]

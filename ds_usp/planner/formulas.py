@@ -78,21 +78,12 @@ def model_flop_per_token(
     ``6 (L P + h V) + 6 L q s``, P the elements of a layer's matrices (PaLM's appendix B with the
     causal half; so count Kuaishou's tables, ATC 24). Recomputation is not in it.
     """
-    matrices = sum(x.layers * x.matrix_elements for x in model.parts) + model.hidden * model.vocab
-    return 6 * matrices + 3 * _mixer_flop_per_token(model, seq_len, document_lengths)
-
-
-def _mixer_flop_per_token(
-    model: ModelShape, seq_len: int, document_lengths: Sequence[int]
-) -> float:
-    return sum(
-        part.layers
-        * (
-            attention_flop_per_token(part, seq_len, document_lengths)
-            + recurrent_flop_per_token(part)
-        )
-        for part in model.parts
-    )
+    matrices, mixers = model.hidden * model.vocab, 0.0
+    for part in model.parts:
+        matrices += part.layers * part.matrix_elements
+        mixers += part.layers * attention_flop_per_token(part, seq_len, document_lengths)
+        mixers += part.layers * recurrent_flop_per_token(part)
+    return 6 * matrices + 3 * mixers
 
 
 def mlp_share(model: ModelShape) -> float:

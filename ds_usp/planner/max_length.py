@@ -52,22 +52,21 @@ class LengthQuestion:
     """Asks how long a sequence can be, for each way to save memory.
 
     Args:
+        model: whose sequences they are.
         bases: at least one set of degrees, of equals the first is taken; their recomputation and
             offload do not count, settings that they have stay.
         cluster: whose nodes bound host memory.
-        workspace_bytes: what no formula counts.
         framework: whose recomputation, offload and settings are tried.
     """
 
     model: ModelShape
     bases: Sequence[ParallelConfig]
     cluster: Cluster
-    workspace_bytes: float
     framework: FrameworkCaps
 
     @property
     def budget_bytes(self) -> float:
-        """What a GPU may hold."""
+        """The part of a GPU's memory that a sequence may fill."""
         return self.cluster.budget_bytes
 
     def workload(self, config: ParallelConfig, seq_len: int = STEP) -> Workload:
@@ -122,7 +121,7 @@ class LengthQuestion:
         """The memory of another length with the settings of an answer, all offloaded."""
         work = self.workload(end.config, seq_len)
         config = end.config.replace(offload_ratio=1.0)
-        return memory(work, with_chunks_for(work, config), self.workspace_bytes)
+        return memory(work, with_chunks_for(work, config), self.cluster.workspace_bytes)
 
     def _furthest(self, configs: Sequence[ParallelConfig], offload: bool) -> MaxLength:
         best: list[MaxLength] = []
@@ -137,8 +136,8 @@ class LengthQuestion:
         work = self.workload(config, seq_len)
         config = with_chunks_for(work, config, self.bases[0])
         if offload:
-            config, _ = with_offload(work, config, self.budget_bytes, self.workspace_bytes)
-        needed = memory(work, config, self.workspace_bytes)
+            config, _ = with_offload(work, config, self.budget_bytes, self.cluster.workspace_bytes)
+        needed = memory(work, config, self.cluster.workspace_bytes)
         limit = infeasible_reason(work, config) or ""
         if needed.total > self.budget_bytes:
             limit = limit or "GPU memory"

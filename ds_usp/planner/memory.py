@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 from ds_usp.geometry.heads import HeadSplit
+from ds_usp.planner.arguments import Components
 from ds_usp.planner.formulas import (
     SCAN_CHUNK,
     bucket_elements,
@@ -27,8 +28,8 @@ from ds_usp.planner.traffic import call_size, kv_features, layer_traffic
 _BUCKET_ELEMENTS = 500_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+@dataclass(frozen=True)
+class Memory(Components):
     """Bytes on one rank of one pipeline stage at its peak.
 
     Args:
@@ -58,6 +59,8 @@ class Memory:
     offloaded: float
     host_states: float = 0.0
 
+    apart: ClassVar = ("stage", "offloaded", "host_states")
+
     @property
     def host(self) -> float:
         return self.offloaded + self.host_states
@@ -66,17 +69,6 @@ class Memory:
     def formula(self) -> float:
         """Bytes that have a formula: the total without the workspace, the one fitted number."""
         return self.total - self.workspace
-
-    @property
-    def total(self) -> float:
-        states = self.weights + self.gradients + self.optimizer
-        peak_buffers = self.logits + self.exchange + self.transient
-        return states + self.activations + peak_buffers + self.workspace
-
-    def components(self) -> dict[str, float]:
-        """Name -> bytes, of what is part of the total."""
-        apart = ("stage", "offloaded", "host_states")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,9 +352,10 @@ def with_offload(
     workspace: float,
     shared: ModelWideBytes | None = None,
 ) -> tuple[ParallelConfig, bool]:
-    """The config with the offload ratio that fits, in thousandths, and whether there is one."""
+    """The config with the offload ratio that fits, at least 1 %, and whether there is one."""
     ratio = offload_needed(work, config, budget_bytes, workspace, shared)
-    return config.replace(offload_ratio=min(1.0, math.ceil(ratio * 1000) / 1000)), ratio <= 1
+    rounded = max(0.01, math.ceil(ratio * 1000) / 1000) if ratio else 0.0
+    return config.replace(offload_ratio=min(1.0, rounded)), ratio <= 1
 
 
 # ------------------------------------------------------------------ attention's peak

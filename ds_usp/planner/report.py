@@ -279,8 +279,8 @@ def length_steps_text(asked: LengthQuestion, steps: Sequence[MaxLength]) -> Iter
         )
         work, lacking = asked.workload(config), needs.total - budget
         if lacking > 0:
-            workspace, framework = asked.workspace_bytes, asked.framework
-            yield from shortage(work, config, lacking, workspace, framework)[1]
+            workspace = asked.cluster.workspace_bytes
+            yield from shortage(work, config, lacking, workspace, asked.framework)[1]
             return
         on_host = f"{needs.host / GIB:.1f} GiB of host memory for each GPU, {host}"
         yield f"{last.limit} ends it: {on_host}"

@@ -119,14 +119,12 @@ def search(
     work: Workload,
     gpus: int,
     framework: FrameworkCaps = FRAMEWORKS[0],
-    budget_bytes: float | None = None,
     fixed: Mapping[str, object] | None = None,
     base: ParallelConfig | None = None,
 ) -> SearchResult:
     """Evaluate every configuration of a run on a cluster.
 
     Args:
-        budget_bytes: of one GPU; None: 96 % of its memory.
         fixed: values of :data:`AXES` that are not searched.
         base: its ``fused_loss``, ``fused_activation``, FSDP2 and settings that trade time for
             length are those of every configuration. Where nothing fits, more of the last are
@@ -148,14 +146,11 @@ def search(
             f"{MOST_SEQUENCES:,} whose divisors are searched"
         )
     cluster = cluster.with_gpus_per_node(min(gpus, cluster.gpus_per_node))
-    budget = cluster.budget_bytes if budget_bytes is None else budget_bytes
-    if not 0 < budget < math.inf:
-        raise ConfigError(f"a budget of {budget / GIB:.1f} GiB holds nothing")
     framework = framework.for_model(work.model)
     fixed = fixed or {}
     base = base or ParallelConfig()
-    result = SearchResult(cluster, work, gpus, budget, framework, fixed=fixed)
-    collector = _Collector(result, framework)
+    result = SearchResult(cluster, work, gpus, cluster.budget_bytes, framework, fixed=fixed)
+    collector = _Collector(result)
     degree_sets = list(degree_configs(cluster, work, gpus, framework, fixed, base, result.outcomes))
     for degrees in degree_sets:
         collector.search_degrees(degrees, fixed)
@@ -178,8 +173,8 @@ _length_values = attrgetter(*(row.name for row in LENGTH_SETTINGS))
 class _Collector:
     """Evaluates the settings of sets of degrees, and records the plans that reports name."""
 
-    def __init__(self, result: SearchResult, framework: FrameworkCaps) -> None:
-        self._result, self._framework = result, framework
+    def __init__(self, result: SearchResult) -> None:
+        self._result, self._framework = result, result.framework
         self._slowest_kept = 0.0  # MFU at which a plan is within the error of the fastest so far
         self.searched = False
         self._micro_batches: dict[tuple[object, ...], MicroBatch] = {}

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
+from ds_usp.planner.arguments import Components
 from ds_usp.planner.attention_time import AttentionTime, attention_s
 from ds_usp.planner.formulas import (
     HiddenExchange,
@@ -43,15 +45,14 @@ from ds_usp.planner.traffic import (
 # ------------------------------------------------------------------ a layer
 
 
-COMPONENTS = ("matrices", "attention", "recurrence", "elementwise", "tp", "sp", "recompute")
 # Of the peak that kernels of recurrences reach, from a delta layer of Qwen3-Next on one and two
 # H100 (scripts/bench/results/recurrence_layer.csv): 115.9 and 67.8 ms at 128K, where 114.3 and 64.0
 # were measured; with zigzag 66.5. Other recurrences were not timed.
 _RECURRENT_EFFICIENCY = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTime:
+@dataclass(frozen=True)
+class LayerTime(Components):
     """Seconds of one layer and one micro batch, forward and backward together.
 
     Args:
@@ -70,25 +71,14 @@ class LayerTime:
     sp: float
     recompute: float
 
-    @property
-    def total(self) -> float:
-        return sum(self.components().values())
-
-    def components(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in COMPONENTS}
-
 
 def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> LayerTime:
     """Forward, 2 times its GEMMs and 2.5 times its attention for backward, and recomputation; of
     layers of several kinds their mean."""
     if work.model.kinds:
-        parts = [layer_time(cluster, part, config).components() for part in work.parts]
+        parts = [layer_time(cluster, part, config).components().values() for part in work.parts]
         shares = [kind.layers / work.model.layers for kind in work.model.kinds]
-        means = (
-            sum(share * part[name] for share, part in zip(shares, parts, strict=True))
-            for name in COMPONENTS
-        )
-        return LayerTime(*means)
+        return LayerTime(*(sum(map(mul, shares, each)) for each in zip(*parts, strict=True)))
     alike = config if exchanges_shards_again(config) else config.replace(recompute="none")
     core, core_backward, rest = _layer_once(cluster, work, alike)
     scan, scan_backward = (
@@ -288,8 +278,8 @@ def data_parallel_time(
 _LOSS_BYTES = 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+@dataclass(frozen=True)
+class StepTime(Components):
     """Seconds of one step on the slowest rank. The fields are keys of ``plan --json``.
 
     Args:
@@ -309,13 +299,6 @@ class StepTime:
     gradients: float
     offload: float
     optimizer: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.components().values())
-
-    def components(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 class MicroBatch(NamedTuple):

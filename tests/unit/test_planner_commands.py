@@ -227,24 +227,33 @@ def test_every_configuration_is_counted_once(tokens):
     assert found.fastest.mfu == pytest.approx(max(fitting))
 
 
-def test_the_rule_is_said_in_the_same_words_everywhere():
+def test_readme_page_and_the_planners_reason_have_one_rule(capsys):
+    """Its words, the page's examples, and the command that both show: all from `rule_degrees`."""
     pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/which-degrees.md")}
     for page in pages.values():
         assert "; ".join(RULE) in " ".join(page.split())
-    rows = re.findall(
-        r"\| .*?([\d]+) (?:KV )?heads \| (\d+), (\d+) \| (\d+) x (\d+) \|"
-        r"|\| the same \| (\d+), (\d+) \| (\d+) x (\d+) \|",
-        pages["docs/which-degrees.md"],
-    )
+        (command,) = re.findall(r"^ds-usp (plan .*)$", page, re.MULTILINE)
+        told = json.loads(run(capsys, f"{command} --json"))
+        taken = told["recommended"]["ulysses"], told["recommended"]["ring"]
+        assert taken == rule_degrees(16, 8, 8) == (8, 2)
+        numbers = "16 GPUs a sequence, 8 KV heads, 8 GPUs a node"
+        assert told["why"][0] == f"{RULE[1]}, {RULE[2]} ({numbers})"
+    facts, numbers = r"\| ([^|,]+)(?:, (\d+) heads)?(?:, (\d+) (?:KV )?heads)? ", r"(\d+), (\d+)"
+    row = f"{facts}\\| {numbers} \\| {numbers.replace(',', ' x')} \\|"
+    rows = re.findall(row, pages["docs/which-degrees.md"])
     assert len(rows) == 6
-    heads = 0
-    for row in rows:
-        heads = int(row[0] or heads)
-        ranks, node, *split = (int(number) for number in row[1:] if number)
-        assert rule_degrees(ranks, heads, node) == tuple(split)
-    model = load_model("meta-llama/Llama-3.1-8B")
-    told = answer(search(load_cluster("h100"), Workload(model, 131072), 16))
-    assert told.plan.config.split == (8, 2) and told.why[0].startswith(f"{RULE[1]}, {RULE[2]} (16 ")
+    model = MODEL
+    for name, heads, kv_heads, *degrees in rows:
+        model = model if name == "the same" else load_model(name.lower().replace(" ", "-"))
+        given = [int(number) for number in (heads, kv_heads) if number]
+        assert not given or {*given} == {model.heads, model.kv_heads}
+        ranks, node, *split = map(int, degrees)
+        assert rule_degrees(ranks, model.kv_heads, node) == tuple(split)
+        cluster = load_cluster("h200").with_gpus_per_node(node)
+        why = answer(search(cluster, Workload(model, 131072), ranks)).why[0]
+        numbers = f"{ranks} GPUs a sequence, {model.kv_heads} KV heads, {node} GPUs a node"
+        named = "Ulysses {} x ring {}, which the rule takes".format(*split)
+        assert f"({numbers})" in why and why.startswith((RULE[1], named))
 
 
 def test_where_nothing_is_faster_the_rule_and_the_fewest_settings_are_taken():

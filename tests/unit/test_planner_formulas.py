@@ -21,6 +21,7 @@ from ds_usp.planner.memory import (
     offload_needed,
     stage_memory,
     states_bytes,
+    with_offload,
 )
 from ds_usp.planner.models import ModelShape, RecurrentMixer, load_model
 from ds_usp.planner.parallel_config import (
@@ -117,6 +118,9 @@ def test_offload_meets_the_budget(unit, pp):
     assert 0 < ratio <= 1
     assert memory(work, replace(config, offload_ratio=ratio), 1e9).total <= budget * (1 + 1e-9)
     assert offload_needed(work, config, none, 1e9) == 0
+    tiny, fits = with_offload(work, config, none - 1, 1e9)  # a percent at least is worth its copies
+    assert fits and tiny.offload_ratio == 0.01
+    assert with_offload(work, config, none, 1e9)[0].offload_ratio == 0
     assert offload_needed(work, config, full * 0.9, 1e9) > 1
 
 

@@ -184,7 +184,7 @@ def test_steps_go_further_and_say_what_ends_them():
     cluster = replace(H200, host_memory_bytes=256 * GIB).with_gpus_per_node(2)
     base = ParallelConfig(ulysses=2, zero=3)
     trainer = framework_caps("trainer")
-    asked = LengthQuestion(LLAMA, [base], cluster, cluster.workspace_bytes, trainer)
+    asked = LengthQuestion(LLAMA, [base], cluster, trainer)
     steps = asked.steps()
     assert [step.added for step in steps][:3] == [
         "full, offload",
@@ -260,9 +260,9 @@ CASES = {
 
 def ends(case: str, budget_gib: float = 135.0, host_gib: float = 1024.0) -> list[MaxLength]:
     model, config = CASES[case]
-    memory_bytes = budget_gib * GIB / 0.96
-    cluster = replace(H200, host_memory_bytes=host_gib * GIB, memory_bytes=memory_bytes)
-    return LengthQuestion(load_model(model), [config], cluster, GIB, DEEP).lengths()
+    sizes = {"host_memory_bytes": host_gib * GIB, "memory_bytes": budget_gib * GIB / 0.96}
+    cluster = replace(H200, workspace_bytes=GIB, **sizes)
+    return LengthQuestion(load_model(model), [config], cluster, DEEP).lengths()
 
 
 def fits(case: str, end: MaxLength, seq_len: int, budget_gib: float, host_gib: float) -> bool:
@@ -322,10 +322,7 @@ def test_without_degrees_those_that_go_furthest_are_found(capsys):
     assert {(s.tp, s.ulysses, s.ring, s.pp) for s in configs} == {
         cut for cut in product((1, 2, 4), repeat=4) if math.prod(cut) == 4 and cut[3] == 1
     }
-    alone = [
-        LengthQuestion(model, [config], cluster, cluster.workspace_bytes, DEEP).lengths()
-        for config in configs
-    ]
+    alone = [LengthQuestion(model, [config], cluster, DEEP).lengths() for config in configs]
     assert not any("added" in row for row in report[: len(alone[0])])
     for row, ways in zip(report[: len(alone[0])], zip(*alone, strict=True), strict=True):
         assert row["seq_len"] == max(way.seq_len for way in ways)

@@ -37,9 +37,10 @@ def find(
     **fixed: object,
 ) -> SearchResult:
     budget = fixed.pop("budget_gib", None)
-    budget_bytes = None if budget is None else float(str(budget)) * GIB
-    work = Workload(load_model(name), seq_len, batch)
-    return search(load_cluster(cluster), work, gpus, framework_caps(how), budget_bytes, fixed)
+    work, machine = Workload(load_model(name), seq_len, batch), load_cluster(cluster)
+    if budget is not None:  # 96 % of a GPU
+        machine = replace(machine, memory_bytes=float(str(budget)) * GIB / 0.96)
+    return search(machine, work, gpus, framework_caps(how), fixed)
 
 
 RUNS = [
@@ -148,7 +149,7 @@ def test_impossible_requests():
     """Of a call; what a command refuses is in test_planner_commands.py."""
     with pytest.raises(ConfigError, match="must be 1 or more"):
         find("llama3-8b", 8192, 4, 0)
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match="memory_bytes=0"):
         find("llama3-8b", 8192, 4, 8, budget_gib=0)
 
 
