@@ -64,11 +64,6 @@ class LengthQuestion:
     cluster: Cluster
     framework: FrameworkCaps
 
-    @property
-    def budget_bytes(self) -> float:
-        """The part of a GPU's memory that a sequence may fill."""
-        return self.cluster.budget_bytes
-
     def workload(self, config: ParallelConfig, seq_len: int = STEP) -> Workload:
         """A step of sequences of a length: where the shortest does not fit, none does."""
         stages = 2 * config.pp if config.pp > 1 else 1  # enough micro batches to fill them
@@ -135,11 +130,12 @@ class LengthQuestion:
         """The memory that a length needs, and what refuses it: ``limit`` is "" where it fits."""
         work = self.workload(config, seq_len)
         config = with_chunks_for(work, config, self.bases[0])
+        budget, workspace = self.cluster.budget_bytes, self.cluster.workspace_bytes
         if offload:
-            config, _ = with_offload(work, config, self.budget_bytes, self.cluster.workspace_bytes)
-        needed = memory(work, config, self.cluster.workspace_bytes)
+            config, _ = with_offload(work, config, budget, workspace)
+        needed = memory(work, config, workspace)
         limit = infeasible_reason(work, config) or ""
-        if needed.total > self.budget_bytes:
+        if needed.total > budget:
             limit = limit or "GPU memory"
         elif not self.cluster.host_memory_fits(needed.host, config.gpus):
             limit = limit or "host memory"

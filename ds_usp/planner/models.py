@@ -381,13 +381,15 @@ def load_model(name: str) -> ModelShape:
     """
     path = Path(name)
     if name.endswith(".json") or path.is_dir():
-        return _from_file(path / "config.json" if path.is_dir() else path)
+        path = path / "config.json" if path.is_dir() else path
+        own = path.stem if path.stem != "config" else path.parent.name
+        return _shape(own, read_json(path, "model"), path)
     model = built_in(name)
     if model is None and (name.count("/") > 1 or name.startswith((".", "~"))):
         raise ConfigError(f"there is no folder {name} with a config.json")
     if model is None:
-        own = name.strip().lower().rpartition("/")[2]
-        near = get_close_matches(own, [*MODELS, *_ALIASES], n=3, cutoff=0.7)
+        asked = name.strip().lower().rpartition("/")[2]
+        near = get_close_matches(asked, [*MODELS, *_ALIASES], n=3, cutoff=0.7)
         names = dict.fromkeys(_ALIASES.get(each, each) for each in near)
         meant = f"there are {', '.join(MODELS)}."
         if near or "/" in name:  # a repository of the hub: no name in a list is its model
@@ -397,11 +399,6 @@ def load_model(name: str) -> ModelShape:
             f"{name if '/' in name else 'ID'} config.json, then --model with the path it prints"
         )
     return model
-
-
-def _from_file(path: Path) -> ModelShape:
-    name = path.stem if path.stem != "config" else path.parent.name
-    return _shape(name, read_json(path, "model"), path)
 
 
 # Field of ModelShape -> the names that files give it besides, HuggingFace's among them.

@@ -232,7 +232,7 @@ def max_length_text(asked: LengthQuestion, rows: Sequence[MaxLength]) -> Iterato
     alike = len({(x.config.tp, x.config.ulysses, x.config.ring, x.config.pp) for x in rows}) == 1
     yield (
         f"{asked.model.name}, {config.gpus} x {asked.cluster.name} of "
-        f"{asked.budget_bytes / GIB:.1f} GiB, {asked.framework.name}, {config.sharding}: "
+        f"{asked.cluster.budget_bytes / GIB:.1f} GiB, {asked.framework.name}, {config.sharding}: "
         f"a sequence on {config.gpus // config.dp} GPUs"
         + (f", {config.dp} such" if config.dp > 1 else "")
         + (f", Ulysses {config.ulysses} x ring {config.ring}" if alike else "")
@@ -270,7 +270,7 @@ def length_steps_text(asked: LengthQuestion, steps: Sequence[MaxLength]) -> Iter
     """The settings that make the longest sequence longer, one more in each row, and what twice the
     length of the last one would take."""
     last = steps[-1]
-    config, needs, budget = last.config, last.memory_needed, asked.budget_bytes
+    config, needs, budget = last.config, last.memory_needed, asked.cluster.budget_bytes
     host = f"which has {asked.cluster.host_budget_bytes(config.gpus) / GIB:.1f}"
     if not last.seq_len:
         yield (

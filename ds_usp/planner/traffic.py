@@ -104,12 +104,8 @@ def call_size(
 
 def rank_flop(work: Workload, config: ParallelConfig) -> float:
     """Forward FLOP of one rank in one causal attention call, mean over ranks."""
-    tokens = work.rank_tokens(config)
-    return (
-        tokens
-        * attention_flop_per_token(work.model, work.seq_len, work.document_lengths)
-        / config.tp
-    )
+    flop = attention_flop_per_token(work.model, work.seq_len, work.document_lengths)
+    return work.rank_tokens(config) * flop / config.tp
 
 
 def stage_boundary_bytes(work: Workload, config: ParallelConfig) -> float:
