@@ -3,7 +3,7 @@ the refusal of second derivatives, functions of other packages with other global
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from types import FunctionType, ModuleType
@@ -84,9 +84,7 @@ class PreparedLaunch:
         self._kernel, self._grid, self._numbers = kernel, grid, numbers
         self._constants = {**constants, "num_warps": num_warps}
         self._all_numbers = (*numbers, *constants.values())
-        self._all_grid = (*grid, 1, 1)[:3]
-        # What launches a compiled kernel, and its arguments between the stream and the addresses.
-        self._compiled: dict[object, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self._compiled: dict[object, Callable[..., None]] = {}
 
     def __call__(
         self, device: torch.device, dtypes: tuple[torch.dtype, ...], addresses: Sequence[int]
@@ -95,27 +93,21 @@ class PreparedLaunch:
         for address in addresses:
             bits |= address
         offsets = tuple([x % _ALIGNMENT for x in addresses]) if bits % _ALIGNMENT else ()
-        index = device.index
-        key = index, dtypes, offsets
-        if index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                self(device, dtypes, addresses)
-        elif (compiled := self._compiled.get(key)) is not None:
-            run, before = compiled
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            run(*self._all_grid, stream, *before, *addresses, *self._all_numbers)
-        else:
-            self._launch_anew(key, map(_Pointer, addresses, dtypes))
-
-    def _launch_anew(self, key: object, pointers: Iterable[_Pointer]) -> None:
-        compiled = self._kernel[self._grid](*pointers, *self._numbers, **self._constants)
+        key = device.index, dtypes, offsets
+        run = self._compiled.get(key)
+        if run is not None and device.index == torch.cuda.current_device():
+            run(*addresses, *self._all_numbers)
+            return
+        with torch.cuda.device(device):
+            if run is not None:
+                run(*addresses, *self._all_numbers)
+                return
+            pointers = map(_Pointer, addresses, dtypes)
+            compiled = self._kernel[self._grid](*pointers, *self._numbers, **self._constants)
         if compiled is not None and _launcher_passes_constexprs():
             if len(self._compiled) >= _MAX_CACHED:
                 self._compiled.clear()
-            # As compiled[grid] does, but without its launch hooks, three calls of Python that do
-            # nothing where no hook is set: Triton's own profiler alone sets some, to name kernels.
-            before = compiled.function, compiled.packed_metadata, None, None, None
-            self._compiled[key] = compiled.run, before
+            self._compiled[key] = compiled[(*self._grid, 1, 1)[:3]]
 
 
 # Of tensors and a number: the grid, the kernel's integers and its constants.
@@ -125,29 +117,54 @@ LaunchArguments = Callable[
 
 
 class CachedLauncher:
-    """Launches a Triton kernel whose arguments the first tensor's shape, all dtypes and strides,
-    and a number decide: they are not made again for tensors like those of an earlier launch."""
+    """Launches a Triton kernel that is called again and again with the same integers."""
 
-    def __init__(self, kernel: Any, arguments: LaunchArguments) -> None:
-        self.kernel, self._arguments = kernel, arguments
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
         self._cache: dict[object, PreparedLaunch] = {}
 
-    def __call__(self, tensors: Sequence[torch.Tensor], number: int = 0) -> None:
-        dtypes = tuple([x.dtype for x in tensors])
-        key = number, tensors[0].shape, dtypes, *[x.stride() for x in tensors]
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        tensors: Sequence[torch.Tensor],
+        numbers: tuple[int, ...],
+        *,
+        num_warps: int = 4,
+        **constants: Any,
+    ) -> None:
+        key = grid, numbers, num_warps, *constants.values()
         launch = self._cache.get(key)
         if launch is None:
-            grid, numbers, constants = self._arguments(tensors, number)
-            if len(self._cache) >= _MAX_CACHED:
-                self._cache.clear()
-            launch = self._cache[key] = PreparedLaunch(self.kernel, grid, numbers, **constants)
+            launch = self._prepare(key, grid, numbers, num_warps=num_warps, **constants)
+        dtypes = tuple([x.dtype for x in tensors])
         launch(tensors[0].device, dtypes, [x.data_ptr() for x in tensors])
+
+    def launch_by_tensors(
+        self, tensors: Sequence[torch.Tensor], count: int, arguments: LaunchArguments
+    ) -> None:
+        """Launch with the arguments that the first tensor's shape, all dtypes and strides, and a
+        number decide: they are not made again for tensors like those of an earlier launch."""
+        dtypes = tuple([x.dtype for x in tensors])
+        key = count, tensors[0].shape, dtypes, *[x.stride() for x in tensors]
+        launch = self._cache.get(key)
+        if launch is None:
+            grid, numbers, constants = arguments(tensors, count)
+            launch = self._prepare(key, grid, numbers, **constants)
+        launch(tensors[0].device, dtypes, [x.data_ptr() for x in tensors])
+
+    def _prepare(
+        self, key: object, grid: tuple[int, ...], numbers: tuple[int, ...], **options: Any
+    ) -> PreparedLaunch:
+        if len(self._cache) >= _MAX_CACHED:
+            self._cache.clear()
+        launch = PreparedLaunch(self.kernel, grid, numbers, **options)
+        self._cache[key] = launch
+        return launch
 
 
 @lru_cache(maxsize=1)
 def _launcher_passes_constexprs() -> bool:
-    """Whether this Triton's compiled launcher takes constexprs as arguments too, and what
-    :class:`PreparedLaunch` gives it before them."""
+    """Whether this Triton's compiled launcher takes constexprs as arguments too."""
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -85,6 +85,8 @@ class UnifiedAttention(torch.autograd.Function):
         run.execute(plan.forward)
         out, lse, saved = run.out, run.lse, run.saved
         ctx.set_materialize_grads(False)  # the log-sum-exp never has one
+        if out._is_view():  # of a kernel's result. torch would refuse changes in place here only,
+            out = out.data  # and other ranks, whose result is merged, would wait in backward
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         if not save:

@@ -43,8 +43,6 @@ Handler = Callable[[Any, Any, Instr], None]
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 NO_KV: KV = (torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
 DONE = PendingExchange(tuple)
-# Gradients are written out: torch need not pass its kernels for them, nor those that track views.
-_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class ChunkState:
@@ -165,9 +163,8 @@ class Pass(Generic[ChunkT]):
         consistency, instr = self.plan.mesh.consistency, schedule[0]
         # Nothing is decided in this loop: what a test prints of a schedule is what a GPU executes.
         try:
-            with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-                for instr in schedule:
-                    handlers[instr.op](self, chunks[instr.chunk], instr)
+            for instr in schedule:
+                handlers[instr.op](self, chunks[instr.chunk], instr)
         except BaseException:
             before = schedule[: schedule.index(instr)]
             consistency.abort_pass(sum(x.op.is_post for x in before))

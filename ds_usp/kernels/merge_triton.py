@@ -78,7 +78,7 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(out_at, value.to(out.dtype.element_ty), mask=both)
 
 
-_LAUNCH_MERGE = CachedLauncher(_merge, _arguments)
+_LAUNCH_MERGE = CachedLauncher(_merge)
 
 
 def merge_fused(
@@ -94,7 +94,7 @@ def merge_fused(
 
     Features and, of the log-sum-exps, rows are contiguous.
     """
-    _LAUNCH_MERGE((out, lse, old, old_lse, new, new_lse))
+    _LAUNCH_MERGE.launch_by_tensors((out, lse, old, old_lse, new, new_lse), 0, _arguments)
 
 
 # _merge of COUNT (3 or 4) partial results p with log-sum-exps l, in one pass.
@@ -141,7 +141,7 @@ def _merge_of_four(  # type: ignore[no-untyped-def]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=both)
 
 
-_LAUNCH_MERGE_OF_FOUR = CachedLauncher(_merge_of_four, _arguments)
+_LAUNCH_MERGE_OF_FOUR = CachedLauncher(_merge_of_four)
 
 
 def merge_up_to_4_fused(
@@ -150,7 +150,7 @@ def merge_up_to_4_fused(
     """:func:`merge_fused` of three or four partial results (values, log-sum-exp), of which only
     the first may be ``out`` and ``lse``."""
     operands = chain.from_iterable([*partials, *[partials[0]] * (4 - len(partials))])
-    _LAUNCH_MERGE_OF_FOUR((out, lse, *operands), len(partials))
+    _LAUNCH_MERGE_OF_FOUR.launch_by_tensors((out, lse, *operands), len(partials), _arguments)
 
 
 # Sum of COUNT (1 or 2) tensors [batch, rows, heads, dim], added in the dtype ACC.
@@ -204,8 +204,7 @@ def _sum(  # type: ignore[no-untyped-def]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
-_LAUNCH_SUM_OF_FEW = CachedLauncher(_sum_of_few, _arguments)
-_LAUNCH_SUM = CachedLauncher(_sum, _arguments)
+_LAUNCH_SUM_OF_FEW, _LAUNCH_SUM = CachedLauncher(_sum_of_few), CachedLauncher(_sum)
 
 
 def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
@@ -223,4 +222,4 @@ def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
         (_LAUNCH_SUM_OF_FEW, 2) if len(partials) <= 2 else (_LAUNCH_SUM, _MAX_PARTIALS)
     )
     operands = (out, *partials, *[partials[0]] * (slots - len(partials)))
-    launcher(operands, len(partials))
+    launcher.launch_by_tensors(operands, len(partials), _arguments)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -57,19 +54,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     tl.store(logits_at, result.to(logits.dtype.element_ty), mask=inside)
 
 
-def _arguments(
-    tensors: Sequence[torch.Tensor], split: int
-) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
-    """Return a launch's grid, integers and constants, for tensors of which the first is the logits;
-    ``split``: 1 where each block of the vocabulary has a program, else 0."""
-    rows, vocab_size = tensors[0].shape
-    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-    grid = (rows, triton.cdiv(vocab_size, block)) if split else (rows,)
-    return grid, (vocab_size, tensors[0].stride(0)), {"BLOCK": block, "num_warps": 8}
-
-
-_LAUNCH_ROW_STATS = CachedLauncher(_row_stats, _arguments)
-_LAUNCH_GRADIENT = CachedLauncher(_gradient, _arguments)
+_LAUNCH_ROW_STATS, _LAUNCH_GRADIENT = CachedLauncher(_row_stats), CachedLauncher(_gradient)
 
 
 def row_stats_fused(
@@ -80,9 +65,16 @@ def row_stats_fused(
     Shapes:
         logits ``[t, V]`` with dense rows, labels ``[t]``: -1 is in another rank's vocabulary.
     """
-    stats = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    rows, vocab_size = logits.shape
+    stats = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    _LAUNCH_ROW_STATS(
+        (rows,),
+        (logits, labels, *stats),
+        (vocab_size, logits.stride(0)),
+        BLOCK=_block(vocab_size),
+        num_warps=8,
+    )
     row_max, sum_exp, label_logit = stats
-    _LAUNCH_ROW_STATS((logits, labels, row_max, sum_exp, label_logit))
     return row_max, sum_exp, label_logit
 
 
@@ -95,4 +87,16 @@ def gradient_fused(
 ) -> None:
     """Write ``exp(logits - row_max) * scale``, less ``dlosses`` at each row's label, over the
     logits."""
-    _LAUNCH_GRADIENT((logits, labels, row_max, scale, dlosses.contiguous()), 1)
+    rows, vocab_size = logits.shape
+    block = _block(vocab_size)
+    _LAUNCH_GRADIENT(
+        (rows, triton.cdiv(vocab_size, block)),
+        (logits, labels, row_max, scale, dlosses.contiguous()),
+        (vocab_size, logits.stride(0)),
+        BLOCK=block,
+        num_warps=8,
+    )
+
+
+def _block(vocab_size: int) -> int:
+    return min(_BLOCK, triton.next_power_of_2(vocab_size))

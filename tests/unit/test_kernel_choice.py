@@ -383,40 +383,27 @@ class Kernel:
 
 
 class _Compiled:
-    function, packed_metadata = "function", "metadata"
-
     def __init__(self, calls: list[Call]) -> None:
         self.calls = calls
 
-    def run(self, x: int, y: int, z: int, *args: Any) -> None:
-        assert args[:6] == (STREAM, "function", "metadata", None, None, None)
-        self.calls.append(("compiled", (x, y, z), args[6:]))
-
-
-STREAM = 7
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.calls.append(("compiled", grid, args))
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     # No GPU: its tensors' device has no number, and is the current one.
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(lowlevel, "_launcher_passes_constexprs", lambda: True)
     return Kernel()
 
 
-def launcher_of(kernel: Kernel, *numbers: int, **constants: int) -> lowlevel.CachedLauncher:
-    """Its second number is the last of the call."""
-    return lowlevel.CachedLauncher(
-        kernel, lambda _tensors, number: ((9, 2), (*numbers, number), constants)
-    )
-
-
 def test_an_equal_launch_uses_the_compiled_kernel(kernel):
-    launch = launcher_of(kernel, 3, BLOCK=8)
+    launcher = lowlevel.CachedLauncher(kernel)
     x, y = torch.zeros(64), torch.ones(64)
     for tensor in (x, y):
-        launch((tensor,), 16)
+        launcher((9, 2), (tensor,), (3, 16), BLOCK=8)
     kind, grid, (pointer, *rest) = kernel.calls[0]
     assert kind == "triton" and grid == (9, 2) and rest == [3, 16, 8, 4]
     assert pointer.data_ptr() == x.data_ptr() and pointer.dtype == x.dtype
@@ -424,69 +411,54 @@ def test_an_equal_launch_uses_the_compiled_kernel(kernel):
 
 
 @pytest.mark.parametrize(
-    "number, tensor",
+    "change",
     [
-        (17, torch.zeros(64)),
-        (1, torch.zeros(64)),
-        (16, torch.zeros(64)[1:]),
-        (16, torch.zeros(65)[1:]),
-        (16, torch.zeros(64, dtype=torch.bfloat16)),
-        (16, torch.zeros(128)[::2]),
+        {"numbers": (3, 17)},
+        {"numbers": (3, 1)},
+        {"BLOCK": 16},
+        {"num_warps": 8},
+        {"tensors": (torch.zeros(64)[1:],)},
+        {"tensors": (torch.zeros(64, dtype=torch.bfloat16),)},
     ],
+    ids=str,
 )
-def test_what_triton_compiles_anew_is_launched_by_triton(kernel, number, tensor):
-    launch = launcher_of(kernel, 3)
-    for call in (((torch.zeros(64),), 16), ((tensor,), number)) * 2:
-        launch(*call)
+def test_what_triton_compiles_anew_is_launched_by_triton(kernel, change):
+    launcher = lowlevel.CachedLauncher(kernel)
+    args: dict[str, Any] = {"tensors": (torch.zeros(64),), "numbers": (3, 16), "BLOCK": 8}
+    for options in (args, args | change, args, args | change):
+        rest = dict(options)
+        launcher((7,), rest.pop("tensors"), rest.pop("numbers"), **rest)
     assert [call[0] for call in kernel.calls] == ["triton", "triton", "compiled", "compiled"]
 
 
 def test_a_launch_of_alike_tensors_takes_the_arguments_of_the_last(kernel):
+    launcher = lowlevel.CachedLauncher(kernel)
     x, made = torch.zeros(6, 8), list[tuple[int, ...]]()
 
-    def arguments(tensors, number):
-        made.append((number, *tensors[0].shape, *tensors[1].stride()))
+    def arguments(tensors, count):
+        made.append((count, *tensors[0].shape, *tensors[1].stride()))
         return (1,), made[-1], {}
 
-    launch = lowlevel.CachedLauncher(kernel, arguments)
     others = [(x[:3], x, 1), (x, x.t(), 1), (x.double(), x, 1), (x, x, 2)]
-    for first, second, number in [(x, x, 1), *others] * 2:
-        launch((first, second), number)
+    for first, second, count in [(x, x, 1), *others] * 2:
+        launcher.launch_by_tensors((first, second), count, arguments)
     assert [call[0] for call in kernel.calls] == ["triton"] * 5 + ["compiled"] * 5
     assert len(made) == 5 and [call[2][2:] for call in kernel.calls[5:]] == made
 
 
-def test_a_tensor_of_another_gpu_is_launched_there(kernel, monkeypatch):
-    gpus, entered = [1], list[int]()
-
-    @contextlib.contextmanager
-    def on(gpu):
-        gpus.append(gpu.index)
-        entered.append(len(kernel.calls))
-        yield
-        gpus.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: gpus[-1], raising=False)
-    launch = launcher_of(kernel)
-    for _ in range(3):
-        launch((torch.zeros(4),))
-    assert gpus == [1] and entered == [0, 1, 2] and len(kernel.calls) == 3
-
-
 def test_an_unknown_triton_version_launches_itself(kernel, monkeypatch):
     monkeypatch.setattr(lowlevel, "_launcher_passes_constexprs", lambda: False)
-    launch = launcher_of(kernel)
+    launcher = lowlevel.CachedLauncher(kernel)
     for _ in range(3):
-        launch((torch.zeros(4),))
+        launcher((1,), (torch.zeros(4),), (4,))
     assert [call[0] for call in kernel.calls] == ["triton"] * 3
 
 
 def test_the_cache_is_bounded(kernel):
-    launch = launcher_of(kernel)
+    launcher = lowlevel.CachedLauncher(kernel)
     for number in range(3000):
-        launch((torch.zeros(4),), number)
-    assert len(launch._cache) <= 1024
+        launcher((1,), (torch.zeros(4),), (number,))
+    assert len(launcher._cache) <= 1024
 
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
