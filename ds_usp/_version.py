@@ -16,7 +16,7 @@ _SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # SHA-1 or SHA-256
 
 
 def commit(package: Path = _PACKAGE) -> str | None:
-    """The full hash of the commit that the package is of; None if unknown."""
+    """The full hash of the commit from which the package was made; None if it is unknown."""
     for read in (_built, _checked_out):
         try:
             text = read(package)

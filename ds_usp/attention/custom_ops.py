@@ -120,7 +120,7 @@ class OpArg(NamedTuple):
 _PARTS = (AttentionOptions, SequenceMesh, TokenLayout, MaskSpec, Tuning, Scores)
 _LEFT_OUT: Mapping[type, frozenset[str]] = MappingProxyType(
     {
-        # The mesh's; as below.
+        # Those of the mesh; and a layout of documents breaks the graph.
         TokenLayout: frozenset({"ulysses", "ring", "order", "documents", "parents"}),
         MaskSpec: frozenset({"documents", "blocks", "parents", "areas"}),  # set: break the graph
         Scores: frozenset({"sinks"}),  # a tensor of the op
@@ -209,7 +209,7 @@ def _by_name(values: Iterable[Any]) -> dict[str, Any]:
 
 
 def guard_ints(values: Iterable[Any]) -> list[Any]:
-    """Values without symbols: those that a compiler has seen, which it then guards."""
+    """The values with numbers in place of a compiler's symbols, which it guards from then on."""
     kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     return [kinds[type(x)](x) if type(x) in kinds else x for x in values]
 
@@ -518,7 +518,7 @@ def _exchanged(
 def _fresh_contiguous(
     tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Contiguous, and each in a storage of its own."""
+    """The tensors, contiguous and each in a storage that it shares with no other or input."""
     used = {x.untyped_storage().data_ptr() for x in inputs}
     results = []
     for x in tensors:

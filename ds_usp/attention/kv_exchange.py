@@ -34,8 +34,8 @@ KVGrads = tuple[GradAccumulator, GradAccumulator]
 
 
 class RecvRows(NamedTuple):
-    """Rows ``start : stop`` of a receive buffer, and the first row of them in what the rank has
-    packed."""
+    """Rows ``start : stop`` of a receive buffer; ``offset``: the first one's row in what ``rank``
+    has packed."""
 
     rank: int
     start: int
@@ -52,7 +52,7 @@ class KVTransfer(NamedTuple):
         sends, recvs: of KV.
         num_remote_tokens: tokens of the block whose gradients are sent; this rank's own come last.
         grad_sends, grad_recvs: of gradients.
-        grad_spans: for each of ``grad_recvs``, the tokens of this rank's KV.
+        grad_spans: for each of ``grad_recvs``, which tokens of this rank's KV have these gradients.
         num_grad_tokens: of the receive buffer of gradients.
     """
 
@@ -253,8 +253,8 @@ def _pack_run(staging: torch.Tensor, run: Span, k: torch.Tensor, v: torch.Tensor
 
 @lru_cache(maxsize=1024)
 def _plan_run(run: Span, *tensors: tuple[tuple[int, ...], tuple[int, ...]]) -> PackPlan:
-    """How a run of tokens of tensors ``[B, T, G, .]`` of these shapes and strides is packed, into a
-    buffer of these tokens. This rank keeps none of them apart."""
+    """Plan how a run of tokens of tensors ``[B, T, G, .]`` of these shapes and strides is packed,
+    in a buffer of that run alone. All are packed: this rank keeps no token apart."""
     (start, stop), views = run, []
     for (batch, _, heads, dim), (sample, token, head, feature) in tensors:
         size, stride = (1, stop - start, batch, heads, dim), (0, token, sample, head, feature)

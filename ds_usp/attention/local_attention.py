@@ -23,7 +23,7 @@ from ds_usp.geometry.masks import MaskSpec, has_only
 _MASKS = ("attention_mask", "attn_mask", "mask")
 _CAUSAL = ("causal", "is_causal")
 _SCALES = ("softmax_scale", "scale")
-_ADDITIVE_MINUS_INFINITY = -1e4
+_ADDITIVE_MINUS_INFINITY = -1e4  # what Megatron fills hidden pairs with
 _COMPARE_BLOCK = 1 << 22  # elements of a mask
 
 NO_ARGUMENTS = Signature(("0 extra arguments", "no keywords"))
@@ -211,15 +211,15 @@ def _flash_self_attention(module: Any) -> LocalAttention:
 
 
 def _flash_self_attention_triton(module: Any) -> LocalAttention:
-    """Megatron-DeepSpeed's: it passes no scale and no dropout to its kernel."""
+    """Megatron-DeepSpeed's class by Triton, which gives its kernel no scale and no dropout."""
     mask = MaskSpec.causal() if module.causal else MaskSpec.full()
     return LocalAttention(mask, None, 0.0, flat_output=True)
 
 
 def _core_attention(module: Any) -> LocalAttention:
-    """Megatron-DeepSpeed's. With ``apply_query_key_layer_scaling`` its ``norm_factor`` is
-    ``sqrt(head_dim)`` times the layer number, by which its softmax multiplies the scores again: the
-    scale has no layer number."""
+    """Megatron-DeepSpeed's ``CoreAttention``. With ``apply_query_key_layer_scaling`` its
+    ``norm_factor`` is ``sqrt(head_dim)`` times the layer number, by which its softmax multiplies
+    the scores again: the scale has no layer number."""
     factor = float(module.norm_factor)
     if module.apply_query_key_layer_scaling:
         factor /= module.layer_number
@@ -229,7 +229,7 @@ def _core_attention(module: Any) -> LocalAttention:
 
 
 def _dot_product_attention(module: Any) -> LocalAttention:
-    """megatron-core's, in plain torch; its ``window_size`` (left, right) replaces the mask."""
+    """megatron-core's class, in plain torch; ``window_size`` (left, right) replaces its mask."""
     softmax = module.scale_mask_softmax
     mask = _megatron_mask(module.attn_mask_type)
     if softmax.window_size is not None:

@@ -143,8 +143,8 @@ class USPAttention(torch.nn.Module):
         ulysses_degree: ranks that exchange heads, the ring takes the rest; None: all ranks.
         mesh: instead of a group and a degree, a mesh that exists. Without one, modules with the
             same group and degree share a mesh.
-        layout: which tokens the shards hold: a kind of token layout, every rank holding as many
-            tokens, or a :class:`TokenLayout`, which also has the length of a sequence that does
+        layout: which tokens the shards hold: a kind of token layout, every rank with equally
+            many tokens, or a :class:`TokenLayout`, which also has the length of one that does
             not divide. None is ``contiguous``, DeepSpeed's order, in which a causal ring waits for
             its last rank; batches that ``SequenceParallelDataLoader`` gave in another one are
             refused then. ``layout="zigzag"`` balances it, if tokens, labels and positions are
@@ -457,8 +457,8 @@ class USPAttention(torch.nn.Module):
         rotary: Rotary | None,
         arguments: CallArguments,
     ) -> tuple[torch.Tensor, bool]:
-        """Ring 1: the local attention, as DeepSpeed calls it between two exchanges. The output
-        ``[b, s, h, e]``, and whether it has returned ``h * e`` as one dim."""
+        """Call the local attention without a ring, as DeepSpeed does between two exchanges. Returns
+        the output ``[b, s, h, e]``, and whether ``h * e`` was one dim of it."""
         if rotary is not None:
             q, k = apply_rotary((q, k), *rotary, token_dim=1)
         heads, want = q.shape[2], q.shape[:3]

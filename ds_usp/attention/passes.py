@@ -53,9 +53,9 @@ class ChunkState:
         channels: of its ring exchanges, which may be in flight.
         step: number of the ring step that is computed.
         kv: keys and values of that step.
-        local_kv, received_kv: this rank's, those of other ranks.
+        local_kv, received_kv: keys and values of this rank, and those received from others.
         packed: what other ranks receive of the local KV.
-        kv_exchange: None until the first is posted, and at the end.
+        kv_exchange: None until the first KV exchange is posted, and after the last kernel call.
     """
 
     def __init__(self, plan: AttentionPlan, index: int, *, backward: bool = False) -> None:
@@ -158,7 +158,7 @@ class Pass(Generic[ChunkT]):
         self._chunks, self._exposed = chunks, exposed
 
     def execute(self, schedule: Schedule) -> None:
-        """Run a schedule; an error waits for all in flight, or the next call would receive it."""
+        """Run a schedule; at an error wait for what is in flight, or the next call receives it."""
         handlers, chunks = self.handlers, self._chunks
         consistency, instr = self.plan.mesh.consistency, schedule[0]
         # Nothing is decided in this loop: what a test prints of a schedule is what a GPU executes.
@@ -313,7 +313,7 @@ class ForwardPass(Pass[ForwardChunk]):
             del chunk.result
 
     def post_lse(self, chunk: ForwardChunk, instr: Instr) -> None:
-        """Start the all-to-all that brings the log-sum-exp back, as the output."""
+        """Start the all-to-all that brings the log-sum-exp back to where its tokens are."""
         _out, lse = chunk.result
         lse = lse.transpose(1, 2).unsqueeze(-1)
         chunk.exchange = chunk.exchanges.out.post_to_sequence((lse,), (self._lse_out,))
@@ -349,7 +349,7 @@ class BackwardChunk(ChunkState):
     Attributes:
         dkv: gradients of the local KV.
         step_grads: where gradients of the ring step are summed.
-        staging: of the return, where a kernel writes its gradients there.
+        staging: the send buffer of the return, where a kernel writes its gradients into it.
     """
 
     saved: SavedChunk
@@ -457,7 +457,7 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.staging = chunk.exchanges.qkv.preallocate_send(self._dout, self._shapes)
 
     def begin_step(self, chunk: BackwardChunk, index: int) -> None:
-        """Also choose where the step's gradients are summed."""
+        """Select the keys and values of a ring step, and where its gradients are summed."""
         super().begin_step(chunk, index)
         step = chunk.steps[index]
         if step.is_local:
@@ -529,7 +529,7 @@ class BackwardPass(Pass[BackwardChunk]):
         del chunk.dout, chunk.saved
 
     def _take_grads(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
-        """The gradients of a chunk, which are complete, and no longer kept here."""
+        """Return the gradients of a chunk, which are complete; the pass keeps them no longer."""
         if chunk.exchanges.has_kv:
             del self._dkv[chunk.index]
         dkv = chunk.dkv

@@ -56,7 +56,7 @@ from ds_usp.kernels.registry import AUTO, check_kernel_name, missing_libraries, 
 # dout, chunk by chunk under the kernels of other chunks: 2 q + 2 k features more to send, and
 # 3 q + 2 k less to save of each layer. Without Ulysses a chunk's heads are views of the shards.
 
-# Lengths may differ from call to call. Documents do so with every batch, and have large plans.
+# Lengths may differ from call to call. Documents differ with every batch, and have large plans.
 _MAX_CACHED_PLANS = 1024
 _MAX_CACHED_DOCUMENT_PLANS = 32
 _DETERMINISTIC_ERROR = 2  # torch's mode that refuses nondeterministic kernels; 1 warns of them

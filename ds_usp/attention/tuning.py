@@ -48,9 +48,9 @@ class Tuning:
     Args:
         chunks: head chunks. While one is computed, the exchange of the next one and the return of
             the one before are in flight, and buffers hold one chunk only. At most the KV heads of
-            the rank with fewest; without a ring, where all ranks use as many, its query heads.
-            ``"auto"``: by the work of a chunk, its bytes
-            and the links on GPUs, one on CPUs.
+            the rank with fewest; without a ring, where all ranks use equally many KV heads, the
+            query heads of the rank with fewest. ``"auto"``: by the work of a chunk, its bytes and
+            the links on GPUs, one on CPUs.
         gather: True all-gathers the keys and values of the ring, chunk by chunk: large kernel calls
             and no sums over blocks. False receives them stepwise, in memory that does not grow with
             the ring. ``"auto"``: all-gathered where that takes no more memory, or little.
@@ -132,7 +132,7 @@ class Tuning:
         )
 
     def _resolve_copy_engines(self, q: torch.Tensor, mesh: SequenceMesh) -> bool:
-        """``copies`` for such a call.
+        """Whether a call with such a ``q`` exchanges by copy engines.
 
         Raises:
             ConfigError: ``copies=True`` where they are not available; or a CUDA graph is captured
@@ -168,7 +168,7 @@ def _call_size(
     mask: MaskSpec,
     keys: int,
 ) -> CallSize:
-    """FLOP and bytes are 0 where nothing can be overlapped."""
+    """The sizes of a call; FLOP and exchanged bytes are 0 where nothing can be overlapped."""
     batch, _, heads, dim = q.shape
     flop = exchange_bytes = 0.0
     token = batch * dim * q.element_size()  # of one head

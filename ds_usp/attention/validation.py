@@ -50,7 +50,7 @@ class ChunkExchanges:
         shards: of all that backward needs, from shards of all heads: q, k and v if this is the last
             chunk that uses them, the output and its gradient.
         kv_chunk: the chunk with which its k and v are exchanged.
-        has_kv: it is this one.
+        has_kv: k and v are exchanged with this chunk.
     """
 
     qkv: HeadAllToAll
@@ -73,7 +73,7 @@ def head_split(heads: int, kv_heads: int, mesh: SequenceMesh) -> HeadSplit:
 
 @lru_cache(maxsize=1024)
 def _head_split(heads: int, kv_heads: int, ulysses: int, sp: int) -> HeadSplit:
-    """Cached, because calls of a local attention have no cached plan."""
+    """:func:`head_split`, cached because calls of a local attention have no cached plan."""
     Degrees(sp=sp, ulysses=ulysses, heads=heads, kv_heads=kv_heads).check()
     return HeadSplit(heads, kv_heads, ulysses)
 

@@ -70,12 +70,12 @@ class HeadAllToAll:
     def to_sequence(
         self, sources: Sequence[torch.Tensor | DeferredSum], outs: Sequence[torch.Tensor]
     ) -> None:
-        """All of these heads for this rank's tokens: ``[B, S, h, D] -> [B, s, H, D]``.
+        """All heads of the exchange for this rank's tokens: ``[B, S, h, D] -> [B, s, H, D]``.
 
         Args:
             sources: tensors, or deferred sums, which are written to the send buffer directly.
             outs: ``[B, s, H, D]``, whose heads of the exchange are written. Where ranges overlap
-                all are, so they must be all of the tensor's.
+                all heads are written, so the exchange must have all heads of the tensor.
         """
         self.post_to_sequence(sources, outs, overlapped=False).wait()
 
@@ -114,7 +114,7 @@ class HeadAllToAll:
         self, like: torch.Tensor, sizes: Sequence[torch.Size]
     ) -> PreallocatedSend | None:
         """The staging buffer of a later :meth:`post_to_sequence` to outputs of these sizes, which
-        may be written before; None if nothing is packed, or in another way."""
+        may be written before; None if nothing is packed, or packed in another way."""
         if self.is_fused or self._uniform is None:
             return None
         return self._uniform.preallocate_send(like, sizes)
@@ -310,7 +310,7 @@ def _unpack(buffer: torch.Tensor, recvs: Slices, add: Sequence[bool] = ()) -> No
 
 
 def _accumulator(out: torch.Tensor, ranges: HeadRanges) -> torch.Tensor:
-    """The fp32 buffer in which results of shared heads are summed; ``out`` itself without any."""
+    """The fp32 buffer in which results of shared heads are summed; ``out`` if none are shared."""
     if not _overlap(ranges):
         return out
     return torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
@@ -328,7 +328,7 @@ def _runs_with_offsets(
 
 
 def _is_uniform(ranges: HeadRanges) -> bool:
-    """Return whether each rank has as many heads, shares none, and they lie at equal distances."""
+    """Return whether each rank has equally many heads, none of them shared, at equal distances."""
     steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ranges)}
     return not _overlap(ranges) and len(steps) == 1 and len(set(next(iter(steps)))) == 1
 

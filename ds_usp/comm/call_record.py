@@ -46,7 +46,7 @@ class Signature(NamedTuple):
 
     Attributes:
         fields: texts for people. Nothing reads them back.
-        layouts: kind and length in tokens of its token layouts, for who must know what differs.
+        layouts: kind and length in tokens of its token layouts, for code that must know them.
     """
 
     fields: tuple[str, ...]
@@ -54,7 +54,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, *parts: str | Signature) -> Signature:
-        """One of several parts: a field, or a signature with fields and layouts of its own."""
+        """A signature of several parts: fields, or signatures with fields and layouts."""
         fields, layouts = list[str](), list[tuple[str, int]]()
         for part in parts:
             if isinstance(part, str):
@@ -66,7 +66,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of_text(cls, text: str) -> Signature:
-        """A text's, with ``", "`` between its fields; commas in brackets separate none."""
+        """The signature of a text: ``", "`` is between its fields, but not in brackets."""
         fields, depth = list[str](), 0
         for piece in text.split(", "):  # by piece: texts of a forward pass's arguments are long
             if depth > 0:
@@ -107,7 +107,7 @@ class CallRecord(NamedTuple):
     deferred: bool = False
 
     def encode(self) -> bytes:
-        """Return at most ``RECORD_BYTES``; longer fields are cut off, a digest of all ends them."""
+        """Return at most ``RECORD_BYTES``: longer texts are cut off and end with their digest."""
         fields, layouts = self.signature
         header = _HEADER.pack(*self[1:], len(layouts))
         for kind, tokens in layouts:
@@ -132,7 +132,7 @@ def mismatch_error(records: Sequence[CallRecord], earlier: Sequence[str] = ()) -
     """The error that shows in which fields the records of all ranks differ, by groups of ranks.
 
     Args:
-        earlier: texts of the calls that these fields are of, where it is none that begins.
+        earlier: texts of the earlier calls that differ; empty where the call that begins differs.
     """
     by_rank = dict(enumerate(records))
     texts = tuple(str(record.signature) for record in records)

@@ -28,7 +28,7 @@ class CommLedger:
     rank keeps is not counted.
 
     Attributes:
-        between_nodes: of these bytes, those for ranks on other nodes.
+        between_nodes: the part of the bytes that went to ranks on other nodes.
     """
 
     def __init__(self) -> None:
@@ -116,8 +116,8 @@ class StagingBuffer:
         self._views: dict[tuple[HeadShapes, bool], tuple[torch.Tensor, ...]] = {}
 
     def views(self, shapes: HeadShapes, *, tokens_first: bool = False) -> tuple[torch.Tensor, ...]:
-        """One for each tensor (:func:`split_features`); with ``tokens_first`` of it as ``[all rows,
-        B, features]``."""
+        """A view of each tensor (:func:`split_features`); with ``tokens_first`` of the buffer as
+        ``[all rows, B, features]``."""
         key = shapes, tokens_first
         views = self._views.get(key)
         if views is None:
@@ -213,7 +213,7 @@ class P2PChannel(Channel):
     Args:
         group: a communicator that nothing else uses; None for a ring of one, which never sends.
         ledger: counts calls and bytes.
-        kind: their name in the ledger.
+        kind: the exchanges' name in the ledger.
         other_nodes: ranks of the group that are not on this rank's node.
     """
 

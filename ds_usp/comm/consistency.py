@@ -86,7 +86,7 @@ class SharedNumbers:
     """A copy of tensors that are equal on all ranks, or of sums in which each bit of them counts.
 
     Args:
-        tensors: by name, all on one device. Of other classes than torch's own the shapes alone.
+        tensors: by name, all on one device; other classes than torch's own by their shapes alone.
 
     Attributes:
         names: the field of each tensor's dtype and shape.
@@ -116,7 +116,7 @@ class SharedNumbers:
 
     @staticmethod
     def copy_to_host(several: Sequence[SharedNumbers]) -> None:
-        """Start the way of several to the host, behind the GPU's work, by one copy a stream."""
+        """Start the copies of several to the host, behind the GPU's work: one for each stream."""
         names = "stream_id", "device_index", "device_type"
         for key in dict.fromkeys(x._stream for x in several):
             stream_numbers, start = [x for x in several if x._stream == key], 0
@@ -271,7 +271,7 @@ class GroupTransport:
 def _wait_for(
     works: Mapping[int, tuple[dist.Work, list[bytearray]]], requests: Sequence[threading.Thread]
 ) -> None:
-    """Other ranks may still join these all-gathers."""
+    """Wait for all-gathers, which other ranks may still join, and for requests to the store."""
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
     for work, _ in works.values():
         left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
@@ -446,8 +446,8 @@ class ConsistencyChecker:
         self._compare(signature, _CALL, text, None, wait, MAX_IN_FLIGHT - 1, computes=True)
 
     def check_backward(self, call: int, part: str = "", *, wait: bool = True) -> None:
-        """Compare the backward pass that begins with the other ranks'; calls before it have been
-        compared then.
+        """Compare the backward pass that begins with the other ranks', after all calls that came
+        before it.
 
         Args:
             call: the number of its forward call.
@@ -493,8 +493,8 @@ class ConsistencyChecker:
             raise
 
     def raise_everywhere(self, error: Exception) -> None:
-        """Pass what this rank has raised to the comparison in which the others wait; nothing where
-        they know, as one has failed since :attr:`ranks_know` was set to False."""
+        """Pass what this rank has raised to the comparison in which the others wait, unless they
+        know: a comparison has failed since :attr:`ranks_know` was set to False."""
         if not self.ranks_know and self._failure is None:
             self.check_call("", error=error)
 
@@ -511,7 +511,7 @@ class ConsistencyChecker:
 
     def leave_forward_pass(self, name: str, error: BaseException | None) -> None:
         """Declare in the place of the next comparison that an error takes this rank out of a pass,
-        without waiting; nothing where the others know: all raise, or it has declared so before."""
+        without waiting; not where the others know: all raise, or it has been declared before."""
         with self._lock:
             already_known = self.ranks_know or self._has_left or self._failure is not None
             if self._transport is None or already_known:
@@ -525,7 +525,7 @@ class ConsistencyChecker:
 
     def abort_pass(self, exchanges: int = 0) -> None:
         """Count that an error has ended the pass that runs, if one does, after so many exchanges.
-        Ranks go on only where all have left the same pass after as many."""
+        Ranks go on only where all have left the same pass after equally many exchanges."""
         if self.in_pass:
             self.in_pass = False
             self._aborted_passes += 1
@@ -669,8 +669,8 @@ class ConsistencyChecker:
         return calls
 
     def _record(self, signature: Signature, kind: Kind, deferred: bool = False) -> CallRecord:
-        """A record with this rank's aborted passes: it must not continue with ranks that aborted
-        none, or others."""
+        """A record with this rank's aborted passes: it must not continue with ranks that have
+        aborted no pass, or other passes."""
         aborted = self._aborted_passes, self._exchanges_at_abort
         return CallRecord(signature, kind, *aborted, deferred)
 
@@ -719,7 +719,7 @@ def _error_record(error: Exception) -> CallRecord:
 
 def _earlier_field(calls: Sequence[_Call]) -> str:
     """One digest, which shows whether the numbers of calls are equal, and a checksum of each tensor
-    to find those that are not: a record is too short for digests of all."""
+    to find the unequal ones: a record is too short for a digest of each."""
     parts = [part for call in calls for part in call.numbers.parts()]
     return _EARLIER_FIELD + " ".join([_digest(parts), *[f"{zlib.crc32(x):08x}" for x in parts]])
 
@@ -727,8 +727,8 @@ def _earlier_field(calls: Sequence[_Call]) -> str:
 def _name_numbers(
     records: Sequence[CallRecord], calls: Sequence[_Call]
 ) -> tuple[Sequence[CallRecord], list[_Call]]:
-    """The earlier calls that differ in their numbers, and the records with fields for the first
-    tensors that do in the place of all checksums."""
+    """The records with fields for the first tensors that differ, in the place of all checksums; and
+    the earlier calls that these tensors are of."""
     texts = [record.signature.fields[-1] for record in records]
     if not calls or len(set(texts)) == 1 or not all(x.startswith(_EARLIER_FIELD) for x in texts):
         return records, []

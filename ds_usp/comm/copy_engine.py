@@ -236,8 +236,8 @@ def alloc_symmetric(
 
 
 def copy_engine_unavailable_reason(group: dist.ProcessGroup, nodes: Sequence[bytes]) -> str | None:
-    """Why the ranks of a group, of these nodes, cannot copy from each other's GPUs; None if they
-    can. Collective over it."""
+    """Why the ranks of a group cannot copy from each other's GPUs; None if they can. ``nodes``: the
+    node of each rank (:func:`ds_usp.comm.process_groups.node_ids`). Collective over the group."""
     gpu = torch.device("cuda")
     if gpu not in group._device_types or group._get_backend(gpu).name() != "nccl":
         return "the ranks do not exchange on GPUs"
@@ -279,7 +279,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 @lru_cache(maxsize=256)
 def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    """Made once, as making it costs CPU time."""
+    """The object of a stream, made once, as making it costs CPU time."""
     return torch.cuda.Stream(
         stream_id=stream_id, device_index=device_index, device_type=device_type
     )
@@ -540,8 +540,8 @@ class CopyEngine:
     def _flag_batches_of(
         self, slot: Slot, readers: tuple[int, ...], owners: tuple[int, ...], *, local_first: bool
     ) -> _FlagBatches:
-        """Contents may be published again: those who read them before must have pulled them. With
-        ``local_first`` a copy comes between publishing and waiting for the owners."""
+        """The flag operations of an exchange. Contents may be published again: then their readers
+        must have pulled them. ``local_first``: a copy comes before the wait for the owners."""
         key = readers, owners, (slot.published, local_first)
         batches = slot.flag_batches.get(key)
         if batches is None:
@@ -693,7 +693,7 @@ def note_replay(engines: Mapping[str, Engine]) -> None:
 
 def abort_waits(engines: Mapping[str, Engine]) -> None:
     """End whatever this rank's streams wait for, from a thread: each exchange in flight waits anew
-    when the one before it is done. A process that ends meanwhile waits for it, a minute at most."""
+    when the one before it is done. A process that ends waits for the thread, a minute at most."""
     if engines:
         Thread(target=_abort_until_idle, args=(list(engines.values()),)).start()
 

@@ -19,7 +19,7 @@ from ds_usp.errors import ConfigError
 
 class DeepSpeedCheck:
     """Why DeepSpeed would leave gradients of attention over some global ranks unsummed; None if it
-    would not, or does not run here. Called at every backward pass.
+    sums them, or does not run in this process. Called at every backward pass.
 
     ``deepspeed.initialize(mesh_param=...)`` and ``sequence_parallel_size`` with
     ``data_parallel_size`` in its configuration make a device mesh, which stays for engines that are
@@ -27,7 +27,7 @@ class DeepSpeedCheck:
     is right (DeepSpeed 0.19.8).
 
     Args:
-        ranks: those that share each sequence.
+        ranks: the global ranks that share each sequence.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class DeepSpeedCheck:
 
 
 def _engines() -> list[Any]:
-    """The engine that runs ``engine.backward``; all of them under ``loss.backward()``, which does
+    """The engine that runs ``engine.backward``; all engines under ``loss.backward()``, which does
     not say whose backward pass it is."""
     module: Any = sys.modules.get("deepspeed.runtime.engine")
     if module is None:
@@ -57,7 +57,7 @@ def _engines() -> list[Any]:
 
 
 def _refusal(engines: Sequence[Any], ranks: Sequence[int]) -> ConfigError | None:
-    """Only if none of them sums over all these ranks."""
+    """The first engine's refusal; None if an engine sums over all ``ranks``, or there is none."""
     refusals = [_engine_refusal(engine, ranks) for engine in engines]
     errors = [refusal for refusal in refusals if refusal is not None]
     return errors[0] if errors and len(errors) == len(refusals) else None

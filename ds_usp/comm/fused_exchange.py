@@ -77,7 +77,7 @@ class FusedExchange:
         """Reserve staging memory for tensors of so many bytes; collective.
 
         Raises:
-            RuntimeError: a rank cannot compile the kernel, or has no NVLink; on all of them.
+            RuntimeError: a rank cannot compile the kernel, or has no NVLink; every rank raises it.
         """
         if not self.has_capacity(size):
             self.close()
@@ -96,7 +96,7 @@ class FusedExchange:
         return False
 
     def note_replay(self) -> None:
-        """No CUDA graph uses it."""
+        """Do nothing: no CUDA graph has this exchange."""
 
     def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """``[B, s, H, D] -> [B, S, h, D]``, new tensors."""

@@ -392,8 +392,8 @@ class SequenceMesh:
     def shared(
         cls, group: dist.ProcessGroup | None, ulysses_degree: int | None, order: str
     ) -> SequenceMesh:
-        """The mesh that this process has of these arguments, which the layers of a model share;
-        the first one is made by :meth:`from_group`, which is collective.
+        """The mesh that this process has for these arguments, which the layers of a model share;
+        the first call makes it by :meth:`from_group`, which is collective.
 
         Raises:
             ConfigError, MeshError: as :meth:`from_group`; MeshError: it has failed for good.
@@ -514,8 +514,8 @@ class SequenceMesh:
 
     def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
         """Reserve staging memory for exchanges of up to so many bytes a rank, by kind; for
-        ``fused`` of one tensor. Where a kind has to be allocated it is a collective of the ranks
-        that exchange the kind, which ask for the same size.
+        ``fused`` the bytes of one tensor. Where a kind has to be allocated it is a collective of
+        the ranks that exchange the kind, which ask for the same size.
 
         Args:
             device: this rank's GPU.

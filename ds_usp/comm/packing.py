@@ -37,8 +37,8 @@ class DeferredSum(Protocol):
 
 
 class OwnTokens(NamedTuple):
-    """The tokens that this rank keeps: the piece that has them; tokens ``start : stop`` of it,
-    ascending, and the first one's place in the destination."""
+    """The tokens that this rank keeps: the piece that has them; the runs ``start : stop`` of it,
+    ascending, each with the index of its first token in the destination."""
 
     piece: int
     runs: tuple[tuple[int, int, int], ...]
@@ -96,8 +96,8 @@ class PackPlan:
 
     @cached_property
     def _fused(self) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
-        """The same as one kernel, which returns False where it cannot be: of all tokens, and of
-        this rank's own; None without Triton."""
+        """:meth:`pack` as one kernel, for all tokens and for this rank's own alone, which returns
+        False where it cannot run; None without Triton."""
         triton = load_triton_module("ds_usp.comm.packing_triton")
         return None if triton is None else triton.prepare(self)
 
@@ -111,7 +111,7 @@ class PreallocatedSend(NamedTuple):
     views: tuple[torch.Tensor, ...]
 
     def already_written(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether all tensors are these views; None: a sum of several."""
+        """Whether all tensors are these views; None stands for a sum of several tensors."""
         pairs = zip(tensors, self.views, strict=True)
         return all(x is not None and x.is_set_to(view) for x, view in pairs)
 

@@ -73,9 +73,9 @@ def _pack_for_send(  # type: ignore[no-untyped-def]
 
 
 def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
-    """:meth:`PackPlan.pack` as one kernel, which returns False for tensors of several dtypes, of
-    all tokens and of this rank's own; None where heads are no neighbours, or for more than two own
-    runs."""
+    """:meth:`PackPlan.pack` as one kernel, for all tokens and for this rank's own alone, which
+    returns False for tensors of several dtypes; None where heads are no neighbours, or for more
+    than two own runs."""
     strides: list[tuple[int, ...]] = []
     for view, local_out in plan.views:
         heads, dim = view.size[3:]

@@ -22,7 +22,7 @@ Reading = TypeVar("Reading")
 # Passes of a pipeline that are in flight: of more than these a recomputed layer reads anew.
 _MOST_RECORDS = 32
 
-# Code between a module and this, which has no modules.
+# Code that runs between a layer and this file; no module's own code is in it.
 _BETWEEN = "ds_usp.comm.", "ds_usp.compat.", "torch._dynamo."
 
 # Note [a forward pass begins]
@@ -151,7 +151,7 @@ class _Record:
     """One reading, and the layers of its pass so far.
 
     Attributes:
-        contents: copies of the tensors on the CPU, by their index.
+        contents: copies of those tensors that are on the CPU, by their index.
     """
 
     reading: Any
@@ -180,8 +180,8 @@ class _Record:
         return True
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors that were read, and hold what they held as far as a CPU
-        knows."""
+        """Whether these are the tensors that were read, and hold what they held then, as far as the
+        CPU knows."""
         if not self.is_of(tensors) or self._versions != [version_of(x) for x in tensors]:
             return False
         return all(torch.equal(tensors[i], content) for i, content in self.contents.items())

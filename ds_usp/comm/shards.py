@@ -30,7 +30,7 @@ def gather_shards(
 
     Raises:
         LayoutError: this rank holds something else than its shard, or one with a gradient.
-        MeshError: another rank does, or the shards differ in more than their tokens.
+        MeshError: another rank holds something else, or shards differ in more than their tokens.
     """
     error: Exception | None = None
     signature, buffers = "", None

@@ -34,8 +34,8 @@ _SLOTS = 2 * (MAX_IN_FLIGHT + 1)  # records of a rank that are not overwritten
 _HEADER = struct.Struct("<QII")  # sequence number, length of the data, checksum
 _SLOT_BYTES = _HEADER.size + RECORD_BYTES
 _SHARED_MEMORY = Path("/dev/shm")
-_PATH_BYTES = 256
-_MIN_POLL_S, _MAX_POLL_S = 2e-5, 2e-3
+_PATH_BYTES = 256  # of the file's path, which rank 0 sends: an all-gather has one length
+_MIN_POLL_S, _MAX_POLL_S = 2e-5, 2e-3  # bounds of the pause between two looks for a record
 _LOOK_S = 1.0  # between two looks at who is late, has ended or has aborted
 
 
@@ -108,7 +108,7 @@ class ShmMailbox:
         return seq
 
     def read(self, seq: int, rank: int) -> bytes | None:
-        """A rank's record, without waiting; None: not written, not completely, or overwritten."""
+        """A rank's record, without waiting; None: not yet written in full, or overwritten."""
         offset = self._offsets[seq % _SLOTS][rank]
         written, length, checksum = _HEADER.unpack_from(self._memory, offset)
         if written != seq or length > RECORD_BYTES:

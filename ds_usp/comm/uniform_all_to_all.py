@@ -1,4 +1,4 @@
-"""All-to-all between heads and sequence where every rank uses as many heads: one dense buffer,
+"""All-to-all between heads and sequence where all ranks use equally many heads: one dense buffer,
 packed by one kernel.
 
 The ring rank's tokens are slices of any lengths, of each Ulysses rank one in most layouts and up to
@@ -72,7 +72,7 @@ Strided = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 class HeadRange(NamedTuple):
-    """The heads of one tensor: rank 0's first, how many a rank has, the distance between ranks."""
+    """The heads of one tensor: rank 0's first head, the heads of a rank, the step between ranks."""
 
     first: int
     num_heads: int
@@ -86,7 +86,7 @@ class BufferSizes(NamedTuple):
         by_rank: the buffer ``[ranks, s, B, features]`` of a piece for or from each rank.
         in_order: the buffer ``[S, B, features]`` of the ring rank's tokens.
         shapes: heads and head dim of each tensor on one rank.
-        pieces, shares: elements for each rank in these two, the second in the order of the ranks.
+        pieces, shares: by rank, elements of its piece in ``by_rank``, its tokens in ``in_order``.
     """
 
     by_rank: tuple[int, int, int, int]
@@ -329,7 +329,7 @@ class UniformAllToAll:
 
 
 class CopyEngineAllToAll(UniformAllToAll):
-    """The same exchanges by copy engines, of slices in any order; ``post`` is not called."""
+    """:class:`UniformAllToAll` by copy engines, of slices in any order; ``post`` is not called."""
 
     def __init__(
         self, mesh: SequenceMesh, slices: TokenSlices, ranges: Sequence[Sequence[tuple[int, int]]]
@@ -412,7 +412,7 @@ class CopyEngineAllToAll(UniformAllToAll):
 def _write_received(
     outs: Sequence[torch.Tensor], received: torch.Tensor, shapes: HeadShapes
 ) -> tuple[torch.Tensor, ...]:
-    """Each rank's heads, to the outputs ``[ranks, s, B, h, D]``; there is no other result."""
+    """Write what was received to each rank's heads of the outputs ``[ranks, s, B, h, D]``."""
     for out, view in zip(outs, split_features(received, shapes), strict=True):
         strided_copy(out, view)
     return ()

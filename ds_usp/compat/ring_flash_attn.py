@@ -48,7 +48,7 @@ from ds_usp.memory.compile_guard import disable_in_compile
 __all__ = ["Installed", "install", "llama3_flash_attn_prepare_cu_seqlens"]
 
 # ------------------------------------------------------------------------------------------------
-# Its 18 functions: six families, each of which takes tensors in three forms.
+# The package's 18 functions: six families, each of which takes tensors in three forms.
 
 
 class _Family(NamedTuple):
@@ -243,7 +243,7 @@ class _Functions:
 
 
 def _borders_in(name: str, cu_seqlens: Any) -> Borders:
-    """Cumulative lengths; ConfigError for what are none."""
+    """The cumulative lengths as numbers; ConfigError for an argument that is none."""
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.is_complex():
         raise ConfigError(
             f"{name}: cumulative lengths must be a tensor of integers [documents + 1], not "
@@ -284,8 +284,7 @@ def _refuse_options(
 
 
 def _unpack(name: str, packed: list[torch.Tensor], ndim: int) -> list[torch.Tensor]:
-    """q, k and v ``[b, s, h, d]`` from the tensors of any form, without ``b`` where ``ndim`` is
-    3."""
+    """q, k and v ``[b, s, h, d]`` from tensors of any form, without ``b`` where ``ndim`` is 3."""
     if not all(isinstance(x, torch.Tensor) for x in packed):
         names = ", ".join(type(x).__name__ for x in packed)
         raise ConfigError(f"{name} takes tensors, got {names}")
@@ -323,13 +322,14 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     Args:
         cu_seqlens: ``[documents + 1]``, cumulative lengths of the whole sequence.
-        rank, world_size: of the group; each rank holds as many tokens, in order.
+        causal: the keys end with the rank's last token, else with that token's document.
+        rank, world_size: of the group, whose ranks hold equally many tokens each, in order.
 
     Returns:
         ``cu_seqlens_q``, ``cu_seqlens_k``, the longest of each, and the slice of the keys.
 
     Raises:
-        ConfigError: no cumulative lengths or no rank of these, or the tokens do not divide.
+        ConfigError: no cumulative lengths, lengths that do not divide, or no rank of the group.
     """
     borders = list(_borders_in("llama3_flash_attn_prepare_cu_seqlens", cu_seqlens))
     if not 0 <= rank < world_size:
@@ -366,7 +366,7 @@ class _Adapter:
 
     Attributes:
         data_params: what :func:`llama3_flash_attn_prepare_cu_seqlens` returned of the last batch.
-        lengths: cumulative lengths of its whole sequence ``[documents + 1]``; None: no batch yet.
+        lengths: cumulative lengths of that batch ``[documents + 1]``; None: there was none yet.
         mesh: of the group that attention was substituted for; None: not yet.
     """
 
@@ -390,14 +390,14 @@ class _Adapter:
         }
 
     def update(self, cu_seqlens: torch.Tensor, process_group: dist.ProcessGroup) -> None:
-        """The documents of the next passes.
+        """Take the documents of the next passes.
 
         Args:
             cu_seqlens: ``[documents + 1]``, cumulative lengths of the whole sequence, which the
                 ranks of the group hold in equal, contiguous pieces.
 
         Raises:
-            ConfigError: they do not divide it.
+            ConfigError: the ranks do not divide the sequence.
         """
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         prepared = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, world_size)
@@ -411,14 +411,14 @@ class _Adapter:
         return [self._with_documents(flash_attention_forward(self._functions.mesh(process_group)))]
 
     def substitute(self, process_group: dist.ProcessGroup, heads_k_stride: int) -> None:
-        """Replace transformers' flash attention by that over the mesh of a group; again: of another
-        group. Collective over it.
+        """Replace transformers' flash attention by attention over the mesh of a group, and what an
+        earlier call has put in. Collective over the group.
 
         Args:
             heads_k_stride: not needed: heads are divided as the call's plan says.
 
         Raises:
-            ConfigError: no transformers from 4.51 on, or another has replaced its function.
+            ConfigError: transformers before 4.51, or another package has replaced its function.
         """
         mesh = self._functions.mesh(process_group)
         self.restore()
@@ -506,8 +506,8 @@ class Installed(AbstractContextManager["Installed"]):
 
     def __init__(self, ulysses_degree: int | None) -> None:
         module = sys.modules.get(_NAME)
-        # A file ring_flash_attn.py that does nothing but this is still being imported: what stands
-        # in sys.modules after it is what its importers get.
+        # A program's own file ring_flash_attn.py may call install() while it is imported: who
+        # imports the file gets what stands in sys.modules afterwards.
         if module is not None and not getattr(module.__spec__, "_initializing", False):
             raise PatchError(
                 f"{_NAME} is imported already, from {getattr(module, '__file__', None)}: what has "

@@ -122,17 +122,17 @@ def change_engine(module: ModuleType, attention_of: Callable[[Any], Any]) -> Non
 
     actor.prepare_model_inputs = prepare_model_inputs
     for engine in (actor, module.FSDPEngineWithValueHead):
-        engine.prepare_model_outputs = _of_samples(engine.prepare_model_outputs)
+        engine.prepare_model_outputs = _outputs_of_samples(engine.prepare_model_outputs)
 
 
-def _of_samples(outputs: Any) -> Any:
-    @wraps(outputs)
+def _outputs_of_samples(prepare: Any) -> Any:
+    @wraps(prepare)
     def prepare_model_outputs(
         self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> Any:
         tree = getattr(self, _TREE, None)
         batch = micro_batch if tree is None else tree.batch
-        results = outputs(self, output, output_args, batch, logits_processor_func)
+        results = prepare(self, output, output_args, batch, logits_processor_func)
         return results if tree is None else {x: tree.of_samples(y) for x, y in results.items()}
 
     return prepare_model_outputs

@@ -20,9 +20,9 @@ _CHUNK_FLOP, _RING_CHUNK_FLOP, _MAX_CHUNKS = 1.1e12, 3e12, 16
 # Without a backward pass little memory is at stake, and the last blocks of every chunk leave a GPU
 # partly idle: of 75,600 tokens and 40 heads (cuDNN, 2 H200) 16 chunks take 110.5 ms, 4 take 107.0.
 _MAX_FORWARD_CHUNKS = 4
-# A GPU's links: pulls over NVLink, measured at 275 to 364 GB/s on 4 H200; a NIC of 400 Gbit/s. What
-# one more chunk costs: launches, and the ends of kernels that do not fill a GPU; of 7 documents,
-# each a call of cuDNN, 4.2 ms forward and backward (32K tokens, 2 H200). A kernel's speed.
+# Pulls over NVLink, at 275 to 364 GB/s on 4 H200; a NIC of 400 Gbit/s. Then what one more chunk
+# costs: launches, and the ends of kernels that do not fill a GPU (with 7 documents, each a call of
+# cuDNN, 4.2 ms forward and backward at 32K tokens on 2 H200). Last the speed of a kernel.
 _NODE_BYTES_PER_S, _NETWORK_BYTES_PER_S, _CHUNK_S, _FLOP_PER_S = 300e9, 50e9, 0.2e-3, 600e12
 # Where all thread blocks of a kernel take equally long (full masks), a last wave that does not fill
 # the GPU costs as much as one that does: 40 heads of 75,600 tokens on 2 x 1 (cuDNN, 2 H100) take
@@ -30,8 +30,8 @@ _NODE_BYTES_PER_S, _NETWORK_BYTES_PER_S, _CHUNK_S, _FLOP_PER_S = 300e9, 50e9, 0.
 # Query rows of a block, Hopper's multiprocessors, and the gain that is worth larger buffers: one of
 # 1 % (1 x 2, forward) was not measurable.
 _BLOCK_ROWS, _MULTIPROCESSORS, _LEAST_GAIN = 128, 132, 0.02
-# Below it a pass takes a GPU less time than the CPU needs to launch it, 1 to 2 ms on 4 H200 with
-# copy engines: what counts is the number of calls.
+# A pass of fewer FLOP takes a GPU less time than the CPU needs to launch it, 1 to 2 ms on 4 H200
+# with copy engines: what counts is the number of calls.
 _LAUNCH_BOUND_FLOP = 0.4e12
 # KV of a chunk that may be all-gathered whatever the number of chunks.
 _GATHER_BYTES = 512 * 2**20
@@ -77,8 +77,8 @@ class CallSize(NamedTuple):
         backward pass ``_MAX_FORWARD_CHUNKS``). The larger of two: FLOP over ``_CHUNK_FLOP``
         (``_RING_CHUNK_FLOP`` without Ulysses) a kernel call, in whole KV groups; and the number
         with the least exposed exchange plus ``_CHUNK_S`` a kernel call, which may cut groups
-        (:meth:`HeadSplit.chunk_limit`). Of equal thread blocks down to half of it, where that saves
-        ``_LEAST_GAIN`` of the kernels' time in last waves."""
+        (:meth:`HeadSplit.chunk_limit`). Where thread blocks are equal, down to half of that number,
+        if it saves ``_LEAST_GAIN`` of the kernels' time in last waves."""
         flop, kv_groups = self.flop, self.split.max_chunks
         limit = _MAX_CHUNKS if self.backward else _MAX_FORWARD_CHUNKS
         chunk_flop = _RING_CHUNK_FLOP if self.split.ulysses == 1 else _CHUNK_FLOP
@@ -125,8 +125,8 @@ def attention_flop(mask: MaskSpec, queries: int, keys: int, width: int) -> float
 
 
 def equal_blocks(mask: MaskSpec, batch: int, queries: int) -> int:
-    """Thread blocks of a kernel for one query head of so many query tokens a Ulysses rank, where
-    all take equally long; else 0."""
+    """Thread blocks of a kernel for one query head of ``batch`` samples of ``queries`` tokens; 0
+    where blocks do not take equally long."""
     return batch * ceil(queries / _BLOCK_ROWS) if mask.is_full else 0
 
 

@@ -36,8 +36,8 @@ class Degrees:
 
     Args:
         sp: ranks that share a sequence.
-        ulysses: of these, ranks that exchange heads for sequence.
-        ring: of these, ranks that exchange keys and values.
+        ulysses: of the ``sp`` ranks, those that exchange heads for sequence.
+        ring: of the ``sp`` ranks, those that exchange keys and values.
         tp, pp: ranks of tensor and of pipeline parallelism.
         world: all ranks; data parallelism takes what the other degrees leave.
         heads, kv_heads: of the whole model; of a tensor-parallel rank where ``tp`` is left at 1.

@@ -15,11 +15,11 @@ from ds_usp.geometry.segments import Segment, coalesce, even_split
 
 # Work of the busiest rank, over the mean, below which no more documents are split.
 _MAX_IMBALANCE = 1.05
-# The same, below which pairs of ranks are not rebalanced.
+# Work of the busiest rank, over the mean, below which pairs of ranks are not rebalanced.
 _EVEN_ENOUGH = 1.005
 # Splits that are looked at for one layout: 10 to 20 ms of a CPU.
 _MAX_SPLITS = 15_000
-# Short documents next to each other stay together up to this fraction of a rank's tokens.
+# Short documents next to each other stay together up to 1 / this number of a rank's tokens.
 _GROUPS_PER_RANK = 32
 # What it costs to communicate as many tokens as a rank has, as a fraction of its work.
 _COMMUNICATION_COST = 0.02
@@ -93,8 +93,8 @@ def balance_documents(documents: Documents, ring: int) -> tuple[tuple[Segment, .
     """The tokens of every ring rank, ascending.
 
     Documents longer than a rank's tokens are split; as long as a rank has more than 1.05 of the
-    mean work (causal pairs), those of half that length are, and so on. Then the most and the least
-    loaded rank are rebalanced, as often as that helps.
+    mean work (causal pairs), those longer than half of that are split too, and so on. Then the most
+    and the least loaded rank are rebalanced, as often as that helps.
     """
     max_whole = -(-documents.borders[-1] // ring)
     best: list[_RankLoad] = []
@@ -140,7 +140,7 @@ def _assign_documents(documents: Documents, ring: int, max_whole: int) -> list[_
     for start, stop in pairwise(borders):
         if ring > 1 and stop - start > max_whole:
             _assign_zigzag(start, stop, loads)
-    # Who has more tokens already gets what does not divide.
+    # Tokens that do not divide go to the ranks that have more tokens already.
     for index, load in enumerate(sorted(loads, key=lambda load: -load.tokens)):
         begin, end = even_split(borders[-1], ring, index)
         load.capacity = end - begin - load.tokens
@@ -238,7 +238,7 @@ def rebalance_pair(
     greedily, the one of most work first, and swapped as long as that helps.
 
     Args:
-        budget: splits that may be looked at; those that were are taken off.
+        budget: splits that may still be looked at; each look takes one off.
     """
     tokens = sum(stop - start for start, stop in runs_a)
     pool = [
@@ -275,7 +275,7 @@ def _merge_adjacent(borders: Sequence[int], runs: Sequence[Run]) -> list[Run]:
 
 
 def _split_document_tokens(borders: Sequence[int], runs: Sequence[Run]) -> int:
-    """Tokens in front of a split between these two ranks, which the one behind it needs."""
+    """Tokens in front of a split between two ranks, which the rank behind the split needs."""
     splits = {start for start, _ in runs} - set(borders)
     return sum(stop - start for start, stop in runs if stop in splits)
 
@@ -313,7 +313,7 @@ class _PairSplit:
         self._front_first = True
 
     def assign(self, runs: Sequence[_DocumentRun]) -> float:
-        """Assign whole runs; the cost, infinite if the split one cannot fill up both ranks."""
+        """Assign whole runs; returns the cost, infinite if the split run cannot fill up both."""
         tokens, loads = 0, [0, 0]  # tokens of the first rank, work of both
         for run in runs:
             side = int(loads[1] < loads[0] or tokens + run.tokens > self._tokens)
@@ -373,8 +373,8 @@ class _PairSplit:
         return best
 
     def _cost_of(self, tokens: int, work: int) -> float:
-        """Return the cost of a first rank with so many whole tokens and so much work; it is far
-        more where the split run cannot fill up both ranks, and the more the further off."""
+        """Return the cost of a first rank with so many whole tokens and so much work. Where the
+        split run cannot fill up both ranks it is 10, above any other, and the tokens in excess."""
         missing = self._tokens - tokens
         beyond = max(-missing, missing - self._split_run.tokens, 0)
         return 10.0 + beyond if beyond else self._fill_with_split_run(tokens, work)[0]

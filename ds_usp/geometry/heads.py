@@ -15,7 +15,7 @@ class HeadChunk:
 
     Attributes:
         queries, keys: heads of queries, and of keys and values.
-        kv_chunk: the chunk with which keys and values are exchanged: itself, or a KV group's first.
+        kv_chunk: the chunk that brings its keys and values: itself, or the first of its KV group.
     """
 
     queries: tuple[tuple[int, int], ...]
@@ -152,11 +152,11 @@ class HeadSplit:
 #           | a2a 1       | a2a 2, ret 0      | ret 1       |
 #     exposed                                               exposed
 #
-# So the first is small, and of more than two the last. Not too small: a chunk must compute as long
-# as the next one's exchange takes.
+# So the first chunk is small, and of more than two chunks the last. Not too small: a chunk must
+# compute as long as the next one's exchange takes.
 def exposed_fraction(count: int) -> float:
-    """Fraction of the bytes of all exchanges that nothing overlaps, with so many chunks: what is
-    received for the first one and the return of the last, a third as much."""
+    """Fraction of the bytes of all exchanges that nothing overlaps, with so many chunks: q, k and v
+    of the first chunk and the return of the last one, which is a third as large for its heads."""
     sizes = _chunk_sizes(count)
     return (3 * sizes[0] + sizes[-1]) / (4 * sum(sizes))
 

@@ -20,15 +20,15 @@ from ds_usp.geometry.segments import Segment, coalesce
 #     text, 5, continued             1 1 2 1     together 3 3 3 2
 @dataclass(frozen=True)
 class ContinuedLayout(TokenLayout):
-    """Contiguous shards whose longer ones are those of the ranks from ``first`` on, around the
-    ranks. Of fewer tokens than ranks some hold none: they have tokens of the other sequence."""
+    """Contiguous shards, the longer ones on the ranks from ``first`` on and then from rank 0. With
+    fewer tokens than ranks some ranks hold none: they have tokens of the other sequence."""
 
     LEAST: ClassVar[int] = 0
     first: int = 0
 
     @classmethod
     def after(cls, layout: TokenLayout, seq_len: int) -> ContinuedLayout:
-        """So many tokens beside those of a contiguous layout."""
+        """The layout of ``seq_len`` tokens beside those of a contiguous layout."""
         shape = layout.ulysses, layout.ring, layout.order
         return cls("contiguous", seq_len, *shape, first=layout.seq_len % layout.degree)
 
@@ -45,8 +45,8 @@ class JointLayout(TokenLayout):
 
     Args:
         joint: tokens of the joint sequence, at least one for every rank unless continued.
-        front: they come before the others, else after them.
-        continued: their layout is a :class:`ContinuedLayout`, the other one being contiguous.
+        front: the joint tokens come before the others, else after them.
+        continued: the joint tokens are in a :class:`ContinuedLayout`, the others are contiguous.
 
     Raises:
         LayoutError: fewer tokens of either sequence than every rank needs.
@@ -63,7 +63,7 @@ class JointLayout(TokenLayout):
         """A sequence's layout with so many joint tokens before or after it.
 
         Raises:
-            LayoutError: a layout of documents, in none of which joint tokens are.
+            LayoutError: a layout made for documents, as joint tokens are in none of them.
         """
         if layout.documents:
             raise LayoutError(f"joint tokens are in no document of {layout}: use another layout")

@@ -24,9 +24,9 @@ from ds_usp.geometry.segments import (
 
 ORDERS = ("ulysses-ring", "ring-ulysses")
 DEFAULT_SP_ORDER = ORDERS[0]
-_OF_DOCUMENTS = ("balanced", "context_parallel", "contiguous")
+_KINDS_OF_DOCUMENTS = ("balanced", "context_parallel", "contiguous")
 
-MAX_SLICES = 2  # of a rank, in one dense exchange
+MAX_SLICES = 2  # of a rank, in one dense exchange: context_parallel's early and late tokens
 
 Shards = tuple[tuple[Segment, ...], ...]  # of every rank, in the order in which it stores them
 
@@ -66,8 +66,8 @@ class TokenSlices:
 
     @classmethod
     def from_runs(cls, runs: Sequence[Run], ranks: int) -> TokenSlices | None:
-        """None if a rank has no token, more than two slices, or slices in another order than the
-        ring rank's."""
+        """The slices of these runs; None if a rank has no token, too many slices for one exchange
+        (``MAX_SLICES``), or slices in another order than the ring rank's."""
         slices: list[list[TokenSlice]] = [[] for _ in range(ranks)]
         start = 0
         for run in runs:
@@ -112,8 +112,8 @@ class TokenLayout:
             * ``context_parallel``: megatron-core's order, a zigzag over all ranks of the group,
               so that its RoPE and batch slicing stay valid. Given documents, a zigzag for each of
               them, as its packed sequences (``thd``) are; each has to divide.
-            * ``balanced``: made for the documents of one batch. Ring ranks hold as many tokens and
-              have as much causal work within documents: short documents are whole on one of
+            * ``balanced``: made for the documents of one batch. Ring ranks hold equally many tokens
+              and have equal causal work within documents: short documents are whole on one of
               them, long ones a zigzag each.
 
             In ``zigzag``, ``striped`` and ``balanced`` a ring rank's tokens are cut evenly among
@@ -198,7 +198,7 @@ class TokenLayout:
                 "the layout 'balanced' is made for the documents of a batch, and none were given: "
                 "mesh.layout('balanced', seq_len, documents=borders)"
             )
-        if documents and self.kind not in _OF_DOCUMENTS:
+        if documents and self.kind not in _KINDS_OF_DOCUMENTS:
             raise LayoutError(
                 f"the layout {self.kind!r} is the same for all documents and takes none: leave "
                 "documents= to the mask, MaskSpec.causal(documents=borders), or ask for 'balanced'"
@@ -290,9 +290,9 @@ class TokenLayout:
         Args:
             like: a tensor, as of the tokens; the result then is an int64 tensor ``[length(rank)]``
                 on its device, and otherwise a list.
-            mask: instead the position that the token's embedding has (``position_ids``): in its
-                document, and in a tree after its parent's last one. Where samples have documents
-                of their own a row of each, ``[samples, length(rank)]``.
+            mask: returns instead the positions that embeddings have (``position_ids``): a token's
+                in its document, which in a tree goes on from its parent. Where samples have
+                documents of their own, a row for each sample, ``[samples, length(rank)]``.
 
         Raises:
             ConfigError: a mask for another length.
@@ -391,8 +391,8 @@ class TokenLayout:
                     f"rank 0 {tuple(first.shape)} of {first.dtype}: only dim {dim} may differ"
                 )
         out = first.new_empty((*first.shape[:dim], self.seq_len, *first.shape[dim + 1 :]))
-        for part, places in zip(shards, self._places, strict=True):
-            for segment, begin in places:
+        for part, segments in zip(shards, self._places, strict=True):
+            for segment, begin in segments:
                 run = segment.positions
                 out[(slice(None),) * dim + (slice(run.start, run.stop, run.step),)] = part.narrow(
                     dim, begin, segment.length
@@ -479,7 +479,7 @@ def _context_parallel(
 def _chunks_of_documents(
     layout: TokenLayout, chunks: int, indices: tuple[int, ...]
 ) -> tuple[Segment, ...]:
-    """These of the chunks into which each document is cut; without documents the sequence is."""
+    """The chunks ``indices`` of each document, or of the sequence where it has no documents."""
     return tuple(
         replace(chunk, start=start + chunk.start)
         for start, stop in pairwise(layout.documents or (0, layout.seq_len))
@@ -517,7 +517,7 @@ def _cached_shards(layout: TokenLayout) -> tuple[Shards, tuple[int, ...], tuple[
 
 @lru_cache(maxsize=1024)
 def _ring_order(layout: TokenLayout, ring_rank: int) -> tuple[tuple[Segment, ...], tuple[Run, ...]]:
-    """Segments of a ring rank in global order, and the Ulysses ranks' runs they are in."""
+    """Segments of a ring rank in global order, and the Ulysses ranks' runs that hold them."""
     runs_by_position = [
         (segment, Run(ulysses_rank, begin, segment.length))
         for ulysses_rank in range(layout.ulysses)

@@ -82,10 +82,10 @@ class MaskSpec:
             those after them too (images and prefixes of causal models). They need documents, of
             which ``[0, seq_len]`` is one.
         parents: for each sample that has documents of its own the parent of each of them, the
-            index of an earlier document or -1: its tokens see all of that, and of its parent, and
-            so on (:meth:`tree`). Only of masks with ``right=0``; ``left`` counts tokens of a
-            document's row, which are its ancestors' and its own.
-        areas: instead of all others, of every sample (:meth:`rectangles`), in one document.
+            index of an earlier document or -1: a document's tokens see all tokens of its ancestors
+            (:meth:`tree`). Only of masks with ``right=0``; ``left`` counts tokens of a document's
+            row, which are its ancestors' and its own.
+        areas: in place of all other fields, for every sample (:meth:`rectangles`) of one document.
 
     Raises:
         ConfigError: a bound that is not a whole number of 0 or more; borders that do not start
@@ -275,14 +275,14 @@ class MaskSpec:
 
         Args:
             rectangles: ``(q_start, q_stop, k_start, k_stop, kind)`` in tokens, for every sample; of
-                kind ``"full"``, or ``"causal"``: its last query sees its last key, the one before
-                that the one before, and so on. Each pair of tokens in one at most; every token sees
-                itself (padding too).
+                kind ``"full"``, or ``"causal"``: its last query sees its last key, the query before
+                it the key before that, and so on. Each pair of tokens is in one rectangle at most;
+                every token sees itself (padding too).
             seq_len: tokens of the sequence.
 
         Raises:
-            ConfigError: beyond the sequence or empty; two that share a pair; a token without
-                itself.
+            ConfigError: a rectangle that is empty or goes beyond the sequence; two that share a
+                pair; a token that does not see itself.
         """
         areas = []
         for index, rectangle in enumerate(_as_list(rectangles, _RECTANGLES)):
@@ -321,7 +321,8 @@ class MaskSpec:
         return MaskSpec(left, self.right) if self.documents else self
 
     def areas_of(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
-        """All pairs that attend, each in one area; areas that may make one tile are together."""
+        """All pairs that attend, each in one area: a block's pairs beyond ``right`` in one of their
+        own. Areas that may make one tile are together."""
         if self.areas:
             yield from zip(self.areas, strict=True)
             return
@@ -384,7 +385,7 @@ class MaskSpec:
         return blocks[first:last]
 
     def check_length(self, seq_len: int, batch: int) -> None:
-        """Check that the documents, and the prefix, are those of such a batch.
+        """Check that documents and prefix fit ``batch`` samples of ``seq_len`` tokens.
 
         Raises:
             ConfigError: documents that end elsewhere, or of another number of samples; a longer
@@ -511,7 +512,7 @@ def _is_list(x: Any) -> bool:
 
 
 def _validate_segments(segments: list[Any]) -> tuple[Borders, Parents]:
-    """One sample's borders, and the parent of each segment, to be checked."""
+    """One sample's borders, and the parent of each segment, which is still to be checked."""
     borders, parents = [0], list[int]()
     for index, segment in enumerate(segments):
         row = [x.item() if hasattr(x, "item") else x for x in _as_list(segment, _SEGMENTS)]
@@ -539,18 +540,18 @@ def _validate_segments(segments: list[Any]) -> tuple[Borders, Parents]:
 
 
 def _join_only_children(borders: Borders, parents: Parents) -> tuple[Borders, Parents]:
-    """The same tree in fewer segments: one with a single child, which follows it, and that child
-    are one."""
+    """The same tree in fewer segments: a segment with a single child that follows it is joined with
+    that child."""
     children = [0] * len(parents)
     for parent in parents:
         if parent >= 0:
             children[parent] += 1
-    starts, joined, place = list[int](), list[int](), list[int]()
+    starts, joined, new_index = list[int](), list[int](), list[int]()
     for index, parent in enumerate(parents):
         if parent < 0 or parent != index - 1 or children[parent] > 1:
             starts.append(borders[index])
-            joined.append(-1 if parent < 0 else place[parent])
-        place.append(len(joined) - 1)
+            joined.append(-1 if parent < 0 else new_index[parent])
+        new_index.append(len(joined) - 1)
     return (*starts, borders[-1]), tuple(joined)
 
 

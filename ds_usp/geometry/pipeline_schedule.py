@@ -106,8 +106,8 @@ def parse(text: str) -> Schedule:
         match = pattern.fullmatch(word)
         if match is None:
             raise ValueError(f"{word!r} is no instruction, as '0a2a' or '1kv0?'")
-        chunk, name, index, call, wait = match.groups(default="")
-        instrs.append(Instr(by_text[name + wait], int(chunk), int(index or 0), int(call or 0)))
+        chunk, name, number, call, wait = match.groups(default="")
+        instrs.append(Instr(by_text[name + wait], int(chunk), int(number or 0), int(call or 0)))
     return tuple(instrs)
 
 
@@ -163,7 +163,7 @@ def pipeline_schedule(
     Args:
         chunks: the ring schedule of each head chunk on this rank.
         ulysses: heads are exchanged.
-        backward: the pass, which takes the chunks from the last to the first.
+        backward: it is the backward pass, which takes the chunks from the last to the first.
         return_lse: the log-sum-exp is returned in an exchange of its own.
         stage_return: a kernel writes what is returned into the staging buffer.
         from_shards: keys and values come with a chunk's heads in backward, too: what is saved is
@@ -198,7 +198,7 @@ class _ScheduleWriter:
         self.instrs: list[Instr] = []
 
     def write_pass(self) -> None:
-        # Keys and values are there before a chunk is exchanged: all heads are, or they were saved.
+        # Whether keys and values are there before a chunk's exchange: all heads are, or were saved.
         kv_early = self._has_ring and not (self._ulysses and self._kv_with_heads)
         lookahead = 2 if self._has_ring and not kv_early else 1
         for position, chunk in enumerate(self._order):
@@ -216,8 +216,8 @@ class _ScheduleWriter:
                 self._return(position)
         self._wait_return(len(self._order) - 1)
 
-    def _write(self, op: Op, chunk: int, index: int = 0, call: int = 0) -> None:
-        instr = Instr(op, chunk, index, call)
+    def _write(self, op: Op, chunk: int, number: int = 0, call: int = 0) -> None:
+        instr = Instr(op, chunk, number, call)
         if instr not in self._written:
             self._written.add(instr)
             self.instrs.append(instr)
@@ -278,7 +278,7 @@ class _ScheduleWriter:
             self._write(Op.DKV_WAIT, chunk, number)
 
     def _return(self, position: int) -> None:
-        """Post the return of a chunk; wait for the one before, whose buffers are then free."""
+        """Post the return of a chunk; wait for the return before, whose buffers are then free."""
         chunk = self._order[position]
         self._wait_dkv(chunk)
         if not self._ulysses:
@@ -305,8 +305,8 @@ def exchange_order(schedule: Schedule) -> str:
 
 
 def exposed_posts(schedule: Schedule) -> frozenset[Instr]:
-    """Posts that the wait for them follows at once: the exchanges overlap nothing. The end of a
-    chunk's kernel calls, which merges outputs forward, takes nothing backward."""
+    """Posts whose wait follows at once, so that the exchange overlaps nothing. The end of a chunk's
+    kernel calls, which merges outputs forward, takes no time backward and may lie between."""
     backward = any(instr.op is Op.DKV_POST for instr in schedule)
     steps = [instr for instr in schedule if not (backward and instr.op is Op.END)]
     return frozenset(
@@ -318,8 +318,8 @@ def exposed_posts(schedule: Schedule) -> frozenset[Instr]:
 
 def staging_slots(schedule: Schedule, kind: str) -> int:
     """Staging buffers of a kind, used in rotation, with which a rank need not wait to pack: one
-    that is being pulled, beside all that are packed between two kernel calls, or staged before one.
-    While a kernel runs, what was posted before it is pulled."""
+    that is being pulled, beside all that are packed between two kernel calls or staged before a
+    call. While a kernel runs, what was posted before it is pulled."""
     staged: set[int] = set()
     posted: set[int] = set()
     slots = 2

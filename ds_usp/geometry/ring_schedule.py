@@ -39,14 +39,14 @@ from ds_usp.geometry.tiles import (
 #
 # Note [where the local block is computed]
 #
-# It needs no exchange, so it hides one, and which one needs that depends on the chunks around it:
+# This block needs no exchange and hides one; which one needs that depends on the chunks around:
 #
 #   only          [half][remote][half]   backward: nothing else hides the first receive and the last
 #                                        return of dK/dV. Of all-gathered blocks one comes first, in
 #                                        a step of its own, to hide the others
 #   local_first   [local][remote]        no chunk before, or one too small to hide the receive
-#   local_merged  [local + remote]       it is large enough. All-gathered, and where that saves
-#                                        kernel calls: larger ones, fewer merges
+#   local_merged  [local + remote]       the chunk before is large enough. All-gathered, and where
+#                                        that saves kernel calls: larger ones, fewer merges
 #   local_last    [remote][local]        backward's last chunk: no chunk after it hides the return
 #                                        of its dK/dV
 ChunkPosition = Literal["only", "local_first", "local_merged", "local_last"]
@@ -63,13 +63,13 @@ class RingStep:
         kv_ranges: whose tokens the keys are, in the buffer's order. This rank's own may come last
             among those of others; only the others' are received.
         send_ranges: tokens that this rank sends in this step, and their receivers.
-        peer_offsets: for each of them, the index of its first token among all that its receiver
-            gets.
-        calls: what kernels are called with. The local step's cover every query row.
+        peer_offsets: for each of ``send_ranges``, the index of its first token among all that its
+            receiver gets.
+        calls: the kernel calls. Those of the local step cover every query row.
 
     Attributes:
         num_kv_tokens: key tokens.
-        num_sent_tokens: tokens sent, each as often as it is.
+        num_sent_tokens: tokens sent; one that several ranks receive counts for each of them.
     """
 
     is_local: bool
@@ -86,7 +86,7 @@ class RingStep:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs, of all samples that have their own."""
+        """(query, key) pairs, of one sample where all have the same tiles, else of all samples."""
         return sum(call.pairs for call in self.calls)
 
     def __str__(self) -> str:
@@ -99,15 +99,14 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """All steps of one ring rank. Every rank of the ring has as many that exchange keys.
+    """All steps of one ring rank. Every rank of the ring has equally many that exchange keys.
 
     Args:
         ring_rank, ring_degree: the rank, and how many the ring has.
-        steps: forward.
-        backward_steps: backward.
+        steps, backward_steps: of the forward and of the backward pass.
         max_local_tokens: most tokens that any rank of the ring has.
         max_recv_tokens: most tokens that any rank of the ring receives in one step.
-        max_merged_tokens: most key tokens, on any rank, of a step with its own among them.
+        max_merged_tokens: most key tokens, on any rank, of a step with the rank's own among them.
     """
 
     ring_rank: int
@@ -196,8 +195,8 @@ def ring_schedule(
 
 
 def _half(queries: Sequence[Segment]) -> int:
-    """The row at which a shard is cut in two: of an odd length where a segment ends, if one ends
-    there: remote steps begin there too, and one row between would be a sum of its own."""
+    """The row at which a shard is cut in two. Of an odd length the first half is longer where that
+    ends a segment: remote steps begin there too, and a row between would be merged by itself."""
     ends = list(accumulate(x.length for x in queries))
     half, odd = divmod(ends[-1], 2)
     return half + 1 if odd and half + 1 in ends else half
@@ -254,8 +253,8 @@ def _merged_local_step(
 
 
 def _max_merged_tokens(ring: Ring, offsets: Sequence[int], support: TileSupport) -> int:
-    """Most key tokens of a merged step on any rank. With documents, which are others in each batch,
-    and in large rings, where planning for all ranks takes too long, an upper bound of it."""
+    """Most key tokens of a merged step on any rank. It is an upper bound with documents, which are
+    others in each batch, and in large rings, where planning for all ranks takes too long."""
     ranks = range(ring.degree)
     if ring.mask.documents or len(ranks) > _MAX_RING_PLANNED_FOR_ALL:
         return max(_num_recv_tokens(ring, rank, [*offsets, 0]) for rank in ranks)

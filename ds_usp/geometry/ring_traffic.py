@@ -13,14 +13,14 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.segments import Runs, ShardIndex
 from ds_usp.geometry.tiles import visible_columns
 
-# Tokens between two visible runs are not sent if they are this fraction of their owner's tokens:
-# below, another message costs more than they do.
+# Tokens between two visible runs are not sent if they are 1 / this number of their owner's tokens
+# or more: to send fewer costs less than another message.
 _MIN_GAP_FRACTION = 32
 
 
 class TokenRange(NamedTuple):
-    """Tokens ``start : stop`` of a ring rank; or of this rank's, with the rank that receives
-    them."""
+    """Tokens ``start : stop`` of the ring rank ``rank``; where this rank sends, its own tokens, and
+    ``rank`` receives them."""
 
     rank: int
     start: int
@@ -53,7 +53,7 @@ class Ring:
         self._visible = visible_runs(queries, mask, keys)
 
     def offsets(self) -> tuple[int, ...]:
-        """Those at which any rank sees anything of the rank so many before it."""
+        """The offsets at which any rank sees a token of the rank so many before it."""
         ranks = range(self.degree)
         return tuple(
             offset
@@ -63,7 +63,7 @@ class Ring:
 
     def kv_ranges(self, rank: int, offsets: Sequence[int]) -> tuple[TokenRange, ...]:
         """Return what a rank receives from the ranks at some offsets before it, the farthest first;
-        at offset 0 it has all tokens of its own."""
+        offset 0 is the rank itself, with all its own tokens."""
         ranges: list[TokenRange] = []
         for offset in sorted(offsets, reverse=True):
             owner = (rank - offset) % self.degree
@@ -77,8 +77,8 @@ class Ring:
 def visible_runs(
     layout: TokenLayout, mask: MaskSpec, kv_layout: TokenLayout | None = None
 ) -> tuple[tuple[Runs, ...], ...]:
-    """Half-open runs of the owner's tokens that the user's queries see, by user and owner; of
-    several samples, what any of them sees. Short gaps are included."""
+    """Half-open runs of the owner's tokens that the user's queries see in any sample, by user and
+    owner. Short gaps are included."""
     ranks = range(layout.ring)
     kv_layout = kv_layout or layout
     # One index of all ranks' tokens, one after the other, and where each rank's begin.
@@ -107,7 +107,7 @@ def _index_of_ranks(layout: TokenLayout) -> tuple[ShardIndex, list[int]]:
 
 
 def min_gap(num_tokens: int) -> int:
-    """Fewest invisible tokens between two runs that are not sent, of so many of their owner's."""
+    """Fewest invisible tokens between two runs that an owner of ``num_tokens`` does not send."""
     return max(1, -(-num_tokens // _MIN_GAP_FRACTION))
 
 

@@ -27,7 +27,7 @@ class Segment:
         return range(self.start, self.start + self.length * self.stride, self.stride)
 
     def slice(self, begin: int, end: int) -> Segment:
-        """Its tokens ``begin : end``."""
+        """The segment of this one's tokens ``begin : end``."""
         return Segment(self.start + begin * self.stride, end - begin, self.stride)
 
     def continues(self, other: Segment) -> bool:
@@ -40,7 +40,7 @@ Shard = tuple[tuple[Segment, int], ...]
 
 
 def coalesce(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """The same positions in the same order, in as few segments as possible; empty ones vanish."""
+    """The segments' positions in the same order, in as few segments as possible, none empty."""
     joined: list[Segment] = []
     for segment in segments:
         if not segment.length:
@@ -72,17 +72,17 @@ def with_offsets(segments: Iterable[Segment]) -> Shard:
 
 class ShardIndex:
     """Finds the tokens of a shard at some positions. Its segments may be in any order, as in a
-    buffer of several ranks' keys, and those of a stride may interleave."""
+    buffer of several ranks' keys, and segments with a stride may interleave."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         self._shard = sorted(with_offsets(segments), key=lambda placed: placed[0].start)
         self._starts = [segment.start for segment, _ in self._shard]
-        # Of all segments up to each one, so that they ascend.
+        # For each segment the last stop of all up to it, so that the stops ascend.
         self._stops = list(accumulate((x.positions[-1] + 1 for x, _ in self._shard), max))
 
     def between(self, start: int, stop: int) -> list[tuple[Segment, int]]:
-        """The tokens at the positions ``start`` to ``stop``: segments of them with the index of the
-        first in the shard, by that."""
+        """The tokens at the positions ``start`` to ``stop``: segments, each with the index of its
+        first token in the shard, in the order of these indices."""
         first = bisect_right(self._stops, start)
         if first == len(self._starts) or self._starts[first] >= stop:
             return []
@@ -105,12 +105,12 @@ def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
 
 
 # Kernel calls of a shard cover overlapping ranges of its rows. To merge them in one pass, rows are
-# cut where any range begins or ends; within a piece the same calls contribute to every row:
+# cut where any range begins or ends; within a run the same calls contribute to every row:
 #
 #     call 0   [-----------------]
 #     call 1          [------]
 #     call 2          [----------]
-#     pieces   |  0   | 0 1 2 | 0 2 |
+#     runs     |  0   | 0 1 2 | 0 2 |
 class CoverageRun(NamedTuple):
     """Rows that the same spans cover.
 
@@ -140,7 +140,7 @@ def coverage_runs(spans: tuple[Span, ...], first: int, last: int) -> tuple[Cover
 
 
 def _slice_of(start: int, stop: int, total: int) -> slice | None:
-    """None: all of them."""
+    """``start : stop`` of ``total`` rows; None: all of them."""
     return None if stop - start == total else slice(start, stop)
 
 

@@ -30,7 +30,7 @@ class Piece(NamedTuple):
         offset: of its first token in the rank's shard. Where rows differ in their documents they
             lie one after the other, as in ``x.flatten(0, 1)`` of ``x [rows, tokens]``.
         first, last: positions where its document begins and ends.
-        imports: a state comes in: its document begins before it, or goes on from a parent.
+        imports: a state comes in: the piece's document begins before it, or has a parent.
         exports: its state goes to a later piece, of its document or a child of that.
     """
 
@@ -81,8 +81,8 @@ class RankRound(NamedTuple):
     """A round as one rank sees it.
 
     Attributes:
-        moves: from or to its pieces.
-        sent: those of them that cross; of a map that several pieces of a rank take, one.
+        moves: those from or to the rank's pieces.
+        sent: the moves that cross; one for a map that several pieces of a rank take.
         crosses: some rank sends: all take part in an exchange.
     """
 
@@ -96,8 +96,8 @@ class Fold(NamedTuple):
 
     Attributes:
         piece: whose map it is.
-        before: the pieces whose states, summed, come into it.
-        goes_on: the state after it comes into a later step.
+        before: the pieces whose states, summed, come into ``piece``.
+        goes_on: the state after ``piece`` comes into a later step.
     """
 
     piece: Piece
@@ -160,7 +160,7 @@ class StateChains:
         rows: of the batch.
         chains: by row and document; pieces in token order.
         before: the pieces whose states, summed, come into each piece: one or none; where chains
-            are mirrored, of as many documents as go on from it. Each comes after those before it.
+            are mirrored, one of each document that goes on from it. These are earlier keys.
     """
 
     layout: TokenLayout
@@ -204,8 +204,8 @@ class StateChains:
 
     @cached_property
     def doubles(self) -> bool:
-        """States are folded by doubling. Sums of several pieces' are not: a map would be of all
-        paths that lead to it."""
+        """States are folded by doubling. Not where a state is the sum of several pieces' states: a
+        map would then be of all paths that lead to its piece."""
         merges = any(len(before) > 1 for before in self.before.values())
         return self.longest > MAX_DIRECT_PIECES and not merges
 
@@ -270,7 +270,7 @@ class StateChains:
 
         Args:
             state, transition: elements of S and of A of one row.
-            itemsize: of the wire, fp32; 8 for fp64.
+            itemsize: bytes of an element as it is sent: 4, in fp32, or 8 in fp64.
             backward: of the backward pass, which sends a gradient for all that was received.
         """
         elements = 0
@@ -329,7 +329,7 @@ def state_chains(
 
     Raises:
         LayoutError: a layout whose ranks do not hold runs of consecutive tokens.
-        ConfigError: documents that are not of such a batch.
+        ConfigError: documents that do not fit ``rows`` rows of the layout's tokens.
     """
     MaskSpec(None, 0, documents, parents=parents).check_length(layout.seq_len, rows)
     segments = (segment for rank in range(layout.degree) for segment in layout.segments(rank))
@@ -389,7 +389,7 @@ def _direct(before: dict[Piece, tuple[Piece, ...]]) -> Iterator[Move]:
         for last in latest[piece].values():
             yield Move(piece, last, piece.imports)
         for source in sources:
-            # From the last piece to the first: an entry that is there already is of a later one.
+            # From the last piece to the first: an entry that is there already is a later piece.
             latest[source] = {piece.rank: piece, **latest[piece], **latest[source]}
 
 

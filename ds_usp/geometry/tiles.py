@@ -223,10 +223,10 @@ def _merge_tiles(tiles: list[Tile], open_left: bool) -> list[Tile]:
 
 
 def _try_merge(a: Tile, b: Tile) -> Tile | None:
-    """One tile with the pairs of two disjoint ones, if such a tile exists.
+    """One tile with the pairs of two disjoint tiles; None if there is none.
 
     The smallest band rectangle around both contains both, so it is their union exactly when it
-    holds as many pairs as they do. It has no empty row or column then, so none lies between them.
+    holds as many pairs as they do. It then has no empty row or column, so there is no gap between.
     """
     q_start, q_stop = min(a.q_start, b.q_start), max(a.q_stop, b.q_stop)
     k_start, k_stop = min(a.k_start, b.k_start), max(a.k_stop, b.k_stop)
@@ -237,7 +237,7 @@ def _try_merge(a: Tile, b: Tile) -> Tile | None:
 
 
 def _legalize(tile: Tile, support: TileSupport) -> list[Tile]:
-    """Split a tile into tiles that the kernel supports; it always has full and square causal."""
+    """Split a tile into tiles that the kernel supports; every kernel has full and square causal."""
     left, right = tile.window
     if right is None and left is None:
         return [tile]
@@ -290,8 +290,8 @@ def _ramp(x: int, top: int) -> int:
 # without long gaps: what lies between is not computed, yet its results are allocated and merged.
 
 
-# Rows or columns that a call may leave out between two tiles, as a part of the shard's: a call's
-# results cover all between its first row and its last one.
+# A call may leave out between two tiles 1 / this number of the shard's rows or columns: its results
+# cover all between its first row and its last one.
 _MAX_GAP_FRACTION = 8
 
 
@@ -302,12 +302,12 @@ class KernelCall:
     Args:
         tiles: for each sample of a batch, or once for all, tiles with ascending rows and columns
             that no two of them share.
-        window: the one that is right for each of them, aligned to its bottom right corner.
+        window: one that is right for every tile, aligned to the tile's bottom right corner.
 
     Attributes:
         q_start, q_stop, k_start, k_stop, q_span, k_span: the rows and columns of the results.
         tile: the only tile, if it is the same for all samples.
-        is_causal: the plain causal mask in every tile, aligned to its bottom right corner.
+        is_causal: the plain causal mask in every tile, aligned to the tile's bottom right corner.
     """
 
     tiles: tuple[tuple[Tile, ...], ...]
@@ -347,7 +347,7 @@ class KernelCall:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs, of one sample where all have the same and else of all."""
+        """(query, key) pairs, of one sample where all have the same tiles, else of all samples."""
         return sum(tile.pairs for tiles in self.tiles for tile in tiles)
 
     def __str__(self) -> str:

@@ -108,11 +108,11 @@ def _read(
 def _lengths_and_places(
     tensors: Sequence[Tensor | None],
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return cumulative lengths without padding, and in the tensors, of each sample or of all.
+    """Return the documents' cumulative lengths without padding, and their borders in the tensors,
+    for each sample or once for all; from the four ``tensors`` that ``_OFFSETS`` names.
 
     Raises:
-        UnsupportedAttentionError: none given, other documents of keys, or a document that is longer
-            than its place.
+        UnsupportedAttentionError: no documents, others of keys, or one longer than its place.
     """
     queries, keys, placed_queries, placed_keys = (
         None if tensor is None else tensor.tolist() for tensor in tensors

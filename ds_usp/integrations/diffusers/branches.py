@@ -163,14 +163,14 @@ _MADE: WeakKeyDictionary[SequenceMesh, dict[int, Branches]] = WeakKeyDictionary(
 
 
 def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
-    """The parts of a mesh, each a block of its ranks: of 1 / degree of the ring where the degree
-    divides it, else of the Ulysses axis. Collective over the mesh."""
+    """The parts of a mesh, each a block of its ranks with 1 / degree of the ring where the degree
+    divides the ring, else with 1 / degree of the Ulysses axis. Collective over the mesh."""
     if degree == 1:
         return Branches(1, 0, mesh)
     ulysses, ring = degrees_of_branch(mesh, degree)
     by_degree = _MADE.setdefault(mesh, {})
     branches = by_degree.get(degree)
-    # As of meshes, SequenceMesh.from_group: anew if one has failed for good, on any rank.
+    # Made anew, as SequenceMesh.from_group makes a mesh, if a part has failed for good on any rank.
     usable = branches is not None and not branches.mesh.consistency.has_failed
     flags = [] if mesh.sp_group is None else all_gather_bytes(bytes([usable]), mesh.sp_group)
     if branches is None or b"\0" in flags:
@@ -202,10 +202,10 @@ def _create(mesh: SequenceMesh, degree: int, ulysses: int, ring: int) -> Branche
     if sp_group is None:
         raise ConfigError(f"cfg_degree={degree}: the mesh has no process group")
     ranks, size = dist.get_process_group_ranks(sp_group), ulysses * ring
-    index, place = divmod(mesh.rank, size)
+    index, rank_in_part = divmod(mesh.rank, size)
     align_group_counters(sp_group)
     group = subgroup(sp_group, ranks[index * size : (index + 1) * size])
-    across = subgroup(sp_group, ranks[place::size])
+    across = subgroup(sp_group, ranks[rank_in_part::size])
     if group is None:
         return Branches(degree, index, SequenceMesh.single(), across)
     return Branches(degree, index, SequenceMesh.from_group(group, ulysses, mesh.order), across)

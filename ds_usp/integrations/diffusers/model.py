@@ -68,11 +68,11 @@ def enable(
             FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
         cfg_degree: 2 computes both branches of classifier-free guidance at once, each on half of
             the mesh's ranks: half of the ring if its degree is even, else half of the Ulysses axis.
-            Of a batch that holds both the halves. Of pipelines that call the transformer once for
-            each branch both calls: the first one returns a promise, which is computed with the
-            second one, or by all ranks once it is read. Any divisor of an axis; sampling only.
-        cuda_graphs: capture forward passes without gradients in CUDA graphs: of arguments of the
-            same shapes the first pass runs without, the second is captured, all others are
+            A batch that holds both branches is halved. Where a pipeline calls the transformer once
+            for each branch, the first call returns a promise, which is computed with the second
+            call, or by all ranks once it is read. Any divisor of an axis; sampling only.
+        cuda_graphs: capture forward passes without gradients in CUDA graphs: of the passes with
+            equal shapes the first runs without a graph, the second is captured, all others are
             replayed. For calls that are launch-bound, as at a few thousand tokens. Needs GPUs that
             exchange by copy engines. The memory of one pass stays allocated.
         step_cache: code of your own skips blocks of some passes, and decides by what is equal on

@@ -219,11 +219,11 @@ class PassState:
         """The whole tensor on every rank, from the ranks' shards.
 
         Args:
-            last: it is an output, or all that comes after it is computed by every rank.
+            last: it is an output, or every rank computes all that the pass does with it.
         """
         self.joined |= last
         layout = self.layout(token_dim.kind)
-        if not layout.length(self._mesh.rank):  # it has one that stands for none
+        if not layout.length(self._mesh.rank):  # ``x`` has one token, which stands in for none
             x = x.narrow(token_dim.dim, 0, 0)
         return join_shards(x, layout, self._mesh, token_dim.dim)
 

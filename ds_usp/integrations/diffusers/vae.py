@@ -257,7 +257,7 @@ class _Deferred:
 
 
 class _View(_Deferred):
-    """A part of one, as a tile without its first frame."""
+    """A part of a deferred output, as a tile without its first frame."""
 
     def __init__(self, whole: _Deferred, index: Any) -> None:
         super().__init__(whole.tiles, whole.chain)
@@ -397,9 +397,9 @@ class _Tiles:
         return deferred[0] if outputs == 1 else deferred
 
     def compute(self) -> None:
-        """Compute this rank's share of the tiles, and exchange all. Collective."""
+        """Compute this rank's share of the tiles, and give every rank all of them. Collective."""
         chains, self._chains, self._of_list = self._chains, [], {}
-        if not chains:  # all were computed, or this is within a tile: other ranks are not here
+        if not chains:  # nothing is left, or a tile asks for a value while one rank computes it
             return
         owners = assign([chain.size for chain in chains], self.mesh.sp_degree)
         rank, group = self.mesh.rank, self.mesh.sp_group

@@ -291,15 +291,15 @@ def bytes_of_query(layer: Any, keys: int, itemsize: int) -> int:
 
 
 def reads_picked_latents(layer: Any) -> bool:
-    """Return whether attention of a layer in chunks reads the picked latents, and makes no keys and
-    values of heads: ``kv_b_proj`` must be one matrix, without a bias or an adapter's dropout."""
+    """Return whether a layer whose queries go in chunks attends to the picked latents, and makes no
+    keys and values of heads: ``kv_b_proj`` must be one matrix, without bias and dropout."""
     projection = getattr(layer, "kv_b_proj", None)
     if not hasattr(layer, "expand_kv") or projection is None:
         return False
     return not any(
-        isinstance(getattr(part, "bias", None), Tensor)
-        or (isinstance(part, nn.Dropout) and part.training and part.p)
-        for part in projection.modules()
+        isinstance(getattr(module, "bias", None), Tensor)
+        or (isinstance(module, nn.Dropout) and module.training and module.p)
+        for module in projection.modules()
     )
 
 

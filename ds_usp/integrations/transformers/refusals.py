@@ -339,7 +339,7 @@ def _trains_with(model: PreTrainedModel, adapter: str) -> bool:
 
 
 def check_query_chunks(model: PreTrainedModel, options: Options) -> None:
-    """ConfigError for chunks of queries that no layer would compute."""
+    """ConfigError for ``query_chunks`` where no layer would compute its queries in chunks."""
     if options.query_chunks in (AUTO, 1) or any(sparse_layers(model)):
         return
     if not gathered_layers(model):

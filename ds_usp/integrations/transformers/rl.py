@@ -102,7 +102,7 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
     set_seed(trainer.args.seed + accelerator._usp_replicas.rank)
     broadcast = BatchBroadcast(mesh.sp_group, "cpu")
 
-    def of_first_rank(name: str, make: Callable[[], Any]) -> Any:
+    def value_of_first_rank(name: str, make: Callable[[], Any]) -> Any:
         """Call ``make`` on every rank, and return on every rank what it gave on the first."""
         with mesh.agreeing(name):
             value = make()
@@ -122,15 +122,15 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
 
             # Sent even where all ranks draw from the same random state: sums of a GPU may differ in
             # order, and an engine of vLLM has a seed of its own.
-            return of_first_rank("completions", run_paused)
+            return value_of_first_rank("completions", run_paused)
 
         return run_and_share
 
     def once(reward: Callable[..., Any]) -> Callable[..., Any]:
-        """Called on the first rank of a mesh: it may cost money, or draw numbers of its own."""
+        """Call ``reward`` on the first rank alone: it may cost money, or draw random numbers."""
 
         def rewards(*args: Any, **kwargs: Any) -> Any:
-            return of_first_rank(
+            return value_of_first_rank(
                 "rewards", lambda: reward(*args, **kwargs) if mesh.rank == 0 else None
             )
 
@@ -139,8 +139,8 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
     setattr(trainer, _GENERATE, without_mesh(getattr(trainer, _GENERATE)))
     if getattr(trainer, "rollout_func", None) is not None:
         trainer.rollout_func = without_mesh(trainer.rollout_func)
-    # Models are sharded, and so called on all ranks; functions that run at once in any order cannot
-    # send. Rewards are gathered from first ranks: what those of other ranks give is dropped.
+    # Reward models are sharded, and so called on all ranks; async functions run in any order, so
+    # that none can send. Rewards are gathered from first ranks: those of other ranks are dropped.
     trainer.reward_funcs = [
         f if isinstance(f, nn.Module) or _is_async(f) else once(f) for f in trainer.reward_funcs
     ]
@@ -152,7 +152,7 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
             batch = score(inputs)
         # TRL shuffles the batch next, by this state. Rewards, which one rank of a mesh computes,
         # may have drawn numbers of it.
-        torch.set_rng_state(of_first_rank("a random state", torch.get_rng_state))
+        torch.set_rng_state(value_of_first_rank("a random state", torch.get_rng_state))
         return batch
 
     setattr(trainer, _SCORE, scored)

@@ -397,13 +397,13 @@ def seen_keys(spec: MaskSpec, shard: Shard, device: torch.device, start: int, st
 def seen_keys_in_document(
     layer: Any, part: Part, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return which keys queries see that are the last tokens of those of their document,
-    ``[1, 1, queries, keys]``; of a window those that the first query sees, and on."""
+    """Return which of its keys a part's queries see, ``[1, 1, queries, keys]``: the queries are the
+    last of these tokens. Under a window the keys begin with the first that the first query sees."""
     queries, keys = part.stop - part.start, part.last - part.first
     keys = keys if window is None else min(keys, window + queries - 1)
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     seen = seen if window is None else seen.triu(keys - queries - window + 1)
-    # A layer lets a single query see all keys that are compressed, of fewer tokens zeros.
+    # Layers show a single query all compressed keys: one that zeros fill up is hidden here.
     rate = getattr(getattr(layer, "compressor", None), "compress_rate", 0)
     seen = pad(seen, (0, 1)) if queries == 1 and part.last - part.first < rate else seen
     return seen[None, None]

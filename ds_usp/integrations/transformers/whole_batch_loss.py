@@ -205,7 +205,7 @@ class RouterLoss:
 def _router_sums(
     scores: tuple[Tensor, ...], num_experts: int, top_k: int, counts: Tensor | None
 ) -> Tensor:
-    """Choices and probabilities of each expert, and tokens, of all layers: ``[2 * E + 1]``."""
+    """Sum each expert's choices, its probabilities, and tokens over all layers: ``[2 * E + 1]``."""
     if counts is None:
         counts = scores[0].new_ones(len(scores[0]))
     weights = counts.to(scores[0].device, torch.float32)
