@@ -126,9 +126,9 @@ class USPAttention(torch.nn.Module):
     rank's heads, and the result is DeepSpeed's bit for bit.
 
     **With a ring the local attention is never called.** The package's own kernels compute what it
-    would: its mask, scale and dropout are read from it where its class is known, and must be
-    arguments otherwise. Whatever else it does (hooks, a bias, counters) does not happen. A warning
-    in the log says so once.
+    would: its mask, scale and dropout are read from it where its class is known, when this module
+    is made, and must be arguments otherwise. Whatever else it does (hooks, a bias, counters, what
+    its attributes become later) does not happen. A warning in the log says so once.
 
     Args:
         local_attention: module called as ``local_attention(q, k, v, *args, **kwargs)``; it may
