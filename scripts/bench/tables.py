@@ -73,7 +73,8 @@ SHORT_NAMES = {
 TE_LAYERS = "TransformerEngine's layers"
 # What README's table of benchmarks compares.
 HEADLINES = (
-    ("8K, 32/8 heads, FlashAttention-4, 2 H200", "attention_short.csv", "8K 32/8 d128", "flash4"),
+    ("8K, 32/8 heads, FlashAttention-4, 2 H200", "attention_h200.csv", "8K 32/8 d128", "flash4"),
+    ("32K, 32/32, FlashAttention-4, 2 H200", "attention_h200.csv", "32K 32/32 d128", "flash4"),
     *(
         (f"{tokens}, 32/32, {label}", "attention_2gpus.csv", f"{tokens} 32/32 d128", kernel)
         for tokens, kernel, label in (
