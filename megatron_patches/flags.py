@@ -165,7 +165,7 @@ class PlannedRun:
         return choose_ulysses(cluster, self.workload(), caps, config, self.world_size)
 
     def layer_memory(self, device: torch.device, **options: Any) -> LayerMemory:
-        """The memory policy of the flags, for all layers of this rank.
+        """The memory policy of the flags for this rank's layers; Megatron-LM's make their own.
 
         Args:
             options: further arguments of ``LayerMemory``, such as ``checkpoint``.
@@ -181,7 +181,7 @@ class PlannedRun:
         layers = self.layers_per_virtual_stage or (
             self.args.num_layers // self.args.pipeline_model_parallel_size
         )
-        layers = -(-layers // self.args.usp_checkpoint_layers)  # those that save their input
+        layers = -(-layers // self.args.usp_checkpoint_layers)  # one of each group saves its input
         return LayerMemory(
             self.args.usp_recompute,
             Offload(ratio, device, layers=layers),

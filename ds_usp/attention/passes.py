@@ -477,7 +477,7 @@ class BackwardPass(Pass[BackwardChunk]):
             BackwardInputs(chunk.dout, q, *chunk.kv, out, lse),
             call,
             scale=chunk.ring.scale,
-            grad_buffers=None if instr.call else self._grad_buffers(chunk),
+            grad_buffers=None if instr.call else self._grad_buffers(chunk),  # a step's first call
         )
         keys = [(call.k_start, call.k_stop)]
         dq, dk, dv = chunk.step_grads

@@ -457,7 +457,7 @@ def _staging_bytes(
 
     Args:
         q, v: before the head exchange: ``[B, tokens of this rank, H, D]``, ``[B, ..., G, E]``.
-        backward: a backward pass follows, in which ``saves_shards`` exchanges all it needs.
+        backward: a backward pass follows; ``saves_shards``: it exchanges q, k, v and out too.
 
     Returns:
         ``all_to_all``, with a ring ``ring_kv`` (a block of keys and values) and before a backward
@@ -502,7 +502,7 @@ def _staging_bytes(
         if not backward:
             return sizes
         tokens = ring.schedule.max_recv_tokens
-        if ring.kernel.caps.writes_grads_in_place:  # with those of local KV, in a merged step
+        if ring.kernel.caps.writes_grads_in_place:  # and of own KV, where a step has both (merged)
             tokens = max(tokens, *(schedule.max_merged_tokens for schedule in schedules))
         grad_dtype = ring.kernel.caps.grad_dtype(q.dtype)
         sizes["ring_dkv"] = tokens * token_elements * grad_dtype.itemsize

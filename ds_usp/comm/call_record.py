@@ -196,8 +196,8 @@ def _fields(record: CallRecord, *, aborted: bool) -> list[str]:
 
 
 def _compare_field(values: Sequence[str], ranks: list[list[int]]) -> str:
-    """One field that differs: the words that all values share once, then each value with its
-    ranks."""
+    """One field that differs: first the words with which all values begin and end, then what is
+    left of each value with its ranks."""
     words = [value.split(" ") for value in values]
     max_shared = min(map(len, words)) - 1  # each value keeps a word
     head = 0

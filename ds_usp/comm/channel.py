@@ -63,7 +63,7 @@ NO_RANGE = contextlib.nullcontext()
 
 
 def exchange_range(kind: str, sent_bytes: int) -> contextlib.AbstractContextManager[object]:
-    """The range of one exchange: its kind, and the bytes sent to other ranks."""
+    """The range of one exchange, which `ds-usp report-communication` counts as sent bytes."""
     return record_function(f"{PREFIX}{kind}/{sent_bytes}")
 
 

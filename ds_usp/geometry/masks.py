@@ -436,7 +436,7 @@ class MaskSpec:
             self.right is None or distance <= self.right or in_block
         )
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # ranks compare it: different masks have different texts
         text = f"window({self.left}, {self.right})"
         if self.left is None and self.right in (0, None):
             text = "causal" if self.right == 0 else "full"

@@ -107,8 +107,8 @@ def missing_libraries(request: KernelRequest) -> str | None:
 
 
 def check_kernel_name(name: str) -> None:
-    """UnsupportedAttentionError if it is neither in the table nor the place of a class,
-    ``module:Class``."""
+    """UnsupportedAttentionError if what a user gives is neither "auto", nor in the table, nor of
+    the form ``module:Class``. Nothing is imported: options are checked by it before a call."""
     names = [AUTO, *(entry.name for entry in KERNELS)]
     module, colon, class_name = name.partition(":") if isinstance(name, str) else ("", "", "")
     is_place = colon and class_name.isidentifier() and module.replace(".", "_").isidentifier()

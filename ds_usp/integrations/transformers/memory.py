@@ -65,7 +65,7 @@ class Options:
             raise ConfigError(
                 f"logits={self.logits!r} must be one of {', '.join(get_args(Logits))}"
             )
-        for row in settings_of("transformers", "memory"):
+        for row in settings_of("transformers", "memory"):  # its rows whose purpose is memory
             row.check(getattr(self, row.name), "transformers")
         if self.loss_chunks and self.logits == "whole":
             raise ConfigError(

@@ -145,8 +145,8 @@ class SparseLayers:
         self._compares = any(_is_any(type(x), _COMPARES) for x in self.layers)
 
     def check(self, batch: WholeArguments) -> None:
-        """Raise DataError for documents whose positions are not the counts of their tokens, with
-        which some layers compare them."""
+        """Raise DataError for documents whose tokens have other positions than 0, 1, 2, ...: some
+        layers compare positions with numbers of keys in the KV cache."""
         if not self._compares:
             return
         positions = batch.arguments.get("position_ids")
