@@ -26,6 +26,12 @@ _SCALES = ("softmax_scale", "scale")
 _ADDITIVE_MINUS_INFINITY = -1e4  # what Megatron fills hidden pairs with
 _COMPARE_BLOCK = 1 << 22  # elements of a mask
 
+# What is read of a local attention, and of modules in it, to know what it computes.
+_READ = ["causal", "is_causal", "softmax_scale", "norm_factor", "apply_query_key_layer_scaling"]
+_READ += ["layer_number", "attn_mask_type", "window_size", "dropout_p", "alibi_slopes"]
+_READ_INSIDE = [("drop", "p"), ("attention_dropout", "p")]
+_READ_INSIDE += [("scale_mask_softmax", "scale"), ("scale_mask_softmax", "window_size")]
+
 NO_ARGUMENTS = Signature(("0 extra arguments", "no keywords"))
 
 
@@ -75,6 +81,15 @@ def detect_local_attention(module: Any) -> LocalAttention | None:
             megatron = cls.__module__.split(".")[0] == "megatron"
             return replace(detector(module), true_means_masked=megatron)
     return None
+
+
+def read_attributes(module: Any) -> list[object]:
+    """The attributes that decide what a local attention computes; None for those it does not have.
+    Cheap enough for each call: one that changes after the first call counts from then on."""
+    own: Mapping[str, Any] = getattr(module, "__dict__", {})
+    values = [own.get(name) for name in _READ]
+    modules = own.get("_modules", {})
+    return values + [getattr(modules[x], name, None) for x, name in _READ_INSIDE if x in modules]
 
 
 def resolve_ring_attention(
@@ -277,10 +292,16 @@ _DETECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingP
 
 class FrameworkArgumentChecks:
     """Refuses every argument that would change the result; accepts those that agree with the
-    ring."""
+    ring.
 
-    def __init__(self, attention: LocalAttention, readings: Readings) -> None:
-        self.attention, self._readings = attention, readings
+    Attributes:
+        attributes: :func:`read_attributes` of the local attention, as ``attention`` follows them.
+    """
+
+    def __init__(
+        self, attention: LocalAttention, readings: Readings, attributes: Sequence[object] = ()
+    ) -> None:
+        self.attention, self._readings, self.attributes = attention, readings, attributes
 
     def check(
         self, seq_len: int, head_dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]

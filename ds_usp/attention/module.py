@@ -18,6 +18,7 @@ from ds_usp.attention.local_attention import (
     check_callable,
     check_overrides,
     detect_local_attention,
+    read_attributes,
     resolve_ring_attention,
 )
 from ds_usp.attention.plan import AttentionOptions, AttentionPlan, plan_call
@@ -126,9 +127,9 @@ class USPAttention(torch.nn.Module):
     rank's heads, and the result is DeepSpeed's bit for bit.
 
     **With a ring the local attention is never called.** The package's own kernels compute what it
-    would: its mask, scale and dropout are read from it where its class is known, when this module
-    is made, and must be arguments otherwise. Whatever else it does (hooks, a bias, counters, what
-    its attributes become later) does not happen. A warning in the log says so once.
+    would: its mask, scale and dropout are read from it where its class is known, and must be
+    arguments otherwise; a compiled graph keeps those with which it was traced. Whatever else it
+    does (hooks, a bias, counters) does not happen. A warning in the log says so once.
 
     Args:
         local_attention: module called as ``local_attention(q, k, v, *args, **kwargs)``; it may
@@ -202,14 +203,11 @@ class USPAttention(torch.nn.Module):
             check_layout_kind(layout, mesh)
             check_kernel_name(kernel)
             check_tuning(tuning)
-            detected = detect_local_attention(local_attention)
-            check_overrides(detected, mask, softmax_scale, dropout_p)
             if mesh.ring_degree == 1:
+                check_overrides(detect_local_attention(local_attention), *self._overrides)
                 check_callable(local_attention)
                 return Signature(("a USPAttention",)), None
-            return Signature(("a USPAttention",)), FrameworkArgumentChecks(
-                self._resolve_local_attention(), mesh.readings
-            )
+            return Signature(("a USPAttention",)), self._read_local_attention(mesh)
 
         self.local_attn = local_attention
         self._overrides = mask, softmax_scale, dropout_p
@@ -394,7 +392,10 @@ class USPAttention(torch.nn.Module):
         layout = self._layout_of(q)
         if not self._names_layout:
             check_default_layout(self.mesh, layout)
-        framework = self._framework if documents is None else self._with_documents(documents)
+        framework = self._framework
+        if framework is not None and read_attributes(self.local_attn) != framework.attributes:
+            framework = self._framework = self._read_local_attention(self.mesh)
+        framework = framework if documents is None else self._with_documents(documents)
         if rotary is not None:
             if q.shape[1] != k.shape[1]:
                 raise ConfigError(
@@ -422,7 +423,12 @@ class USPAttention(torch.nn.Module):
 
     def _resolve_local_attention(self) -> LocalAttention:
         detected = detect_local_attention(self.local_attn)
+        check_overrides(detected, *self._overrides)
         return resolve_ring_attention(self.local_attn, detected, *self._overrides)
+
+    def _read_local_attention(self, mesh: SequenceMesh) -> FrameworkArgumentChecks:
+        attributes = read_attributes(self.local_attn)
+        return FrameworkArgumentChecks(self._resolve_local_attention(), mesh.readings, attributes)
 
     def _with_documents(self, documents: Any) -> FrameworkArgumentChecks:
         """The ring's attention with these documents in its mask."""

@@ -28,7 +28,7 @@ from sample_attentions import (
     triton,
 )
 
-from ds_usp import MaskSpec, TokenLayout, UnsupportedAttentionError, USPAttention
+from ds_usp import MaskSpec, MeshError, TokenLayout, UnsupportedAttentionError, USPAttention
 from ds_usp import testing as oracle
 
 WORLD = 4
@@ -284,9 +284,11 @@ def compare_with_a_ring(
     bounds: Bounds = CAUSAL,
     scale: float = PLAIN,
     sinks: Any = None,
+    later: dict[str, object] | None = None,
 ) -> tuple[int, list[float]]:
     """The output's number of dims, and relative errors of this rank's out, dq, dk and dv, and of
-    the gradient of the local attention's sinks, summed over the ranks."""
+    the gradient of the local attention's sinks, summed over the ranks; of a call after the local
+    attention's attributes have become those of ``later``, if given."""
     attention = setting.module()
     layout = attention.mesh.layout(setting.layout, TOKENS)
     shards = [layout.shard(x, 1, ctx.rank) for x in full_tensors()]
@@ -295,6 +297,11 @@ def compare_with_a_ring(
         x.requires_grad_()
     turn = rotary(setting.rotary, TOKENS) if setting.rotary else None
     out = attention(q, k, v, setting.batch_dim, turn)
+    if later is not None:
+        for path, value in later.items():
+            holder, _, name = path.rpartition(".")
+            setattr(attention.local_attn.get_submodule(holder), name, value)
+        out = attention(q, k, v, setting.batch_dim, turn)
     learned = list(attention.local_attn.parameters())
     grads = torch.autograd.grad(out, (q, k, v, *learned), dout.view(out.shape))
     actual = [out.view(dout.shape), *grads[:3]]
@@ -356,6 +363,49 @@ def test_known_local_attentions_are_computed(pool, name, batch_dim):
     for dims, errors in pool.run(compare_with_a_ring, WORLD, setting=setting, **computed):
         assert dims == (4 if make in (flash_self_attention, flash_attn) else 3)
         assert max(errors) < 1e-5
+
+
+# What is made, what its attributes become after the first call, and what it computes then.
+LATER: dict[str, tuple[Callable[..., Any], dict[str, object], dict[str, Any]]] = {
+    "scale": (flash_self_attention, {"softmax_scale": 0.1}, {"scale": 0.1}),
+    "causal": (flash_self_attention, {"causal": False}, {"bounds": FULL}),
+    "window": (flash_attn, {"window_size": (5, 0)}, {"bounds": (5, 0)}),
+    "factor": (core_attention, {"norm_factor": 10.0}, {"scale": 0.1}),
+    "mask type": (
+        core_attention,
+        {"attn_mask_type": SimpleNamespace(name="no_mask")},
+        {"bounds": FULL},
+    ),
+    "window inside": (
+        megatron_core,
+        {"scale_mask_softmax.window_size": (5, 0)},
+        {"bounds": (5, 0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_attributes_that_change_count_from_the_next_call(pool, name):
+    make, later, computed = LATER[name]
+    setting = Setting(make, {}, {})
+    for _, errors in pool.run(compare_with_a_ring, WORLD, setting=setting, later=later, **computed):
+        assert max(errors) < 1e-5
+
+
+def changed_on_one_rank(ctx: RankContext) -> None:
+    """Attention after the scale has changed on the last rank alone."""
+    attention = Setting(flash_self_attention, {}, {}).module()
+    layout = attention.mesh.layout("zigzag", TOKENS)
+    q, k, v, _ = (layout.shard(x, 1, ctx.rank) for x in full_tensors())
+    attention(q, k, v, 0)
+    if ctx.rank == WORLD - 1:
+        attention.local_attn.softmax_scale = 0.1
+    attention(q, k, v, 0)
+
+
+def test_an_attribute_that_changes_on_one_rank_is_refused(pool):
+    for error in pool.errors(changed_on_one_rank, WORLD):
+        assert isinstance(error, MeshError) and "scale" in str(error)
 
 
 def test_an_unknown_local_attention_is_computed_as_it_is_described(pool):
