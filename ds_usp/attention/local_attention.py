@@ -27,10 +27,10 @@ _ADDITIVE_MINUS_INFINITY = -1e4  # what Megatron fills hidden pairs with
 _COMPARE_BLOCK = 1 << 22  # elements of a mask
 
 # What is read of a local attention, and of modules in it, to know what it computes.
-_READ = ["causal", "is_causal", "softmax_scale", "norm_factor", "apply_query_key_layer_scaling"]
-_READ += ["layer_number", "attn_mask_type", "window_size", "dropout_p", "alibi_slopes"]
-_READ_INSIDE = [("drop", "p"), ("attention_dropout", "p")]
-_READ_INSIDE += [("scale_mask_softmax", "scale"), ("scale_mask_softmax", "window_size")]
+_READ: tuple[str, ...] = (*_CAUSAL, "softmax_scale", "norm_factor", "dropout_p", "window_size")
+_READ += ("attn_mask_type", "layer_number", "apply_query_key_layer_scaling", "alibi_slopes")
+_READ_INSIDE: tuple[tuple[str, str], ...] = (("drop", "p"), ("attention_dropout", "p"))
+_READ_INSIDE += (("scale_mask_softmax", "scale"), ("scale_mask_softmax", "window_size"))
 
 NO_ARGUMENTS = Signature(("0 extra arguments", "no keywords"))
 
