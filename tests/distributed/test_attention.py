@@ -98,6 +98,14 @@ def test_equals_the_oracle(pool, ulysses, ring, layout):
     check(pool, cases_on(ulysses, ring, layout), ulysses, ring)
 
 
+@pytest.mark.parametrize(("ulysses", "ring"), MESHES)
+def test_kept_results_of_documents_and_sinks(pool, ulysses, ring):
+    base = Case(seq_len=67, heads=8, kv_heads=4, kernel="eager", sinks=True, kept=True)
+    layouts = ("zigzag", "contiguous")
+    cases = [replace(base, documents=((40, 27),), layout=layout) for layout in layouts]
+    check(pool, [*cases, replace(cases[0], mask="window")], ulysses, ring)
+
+
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (4, 2), (2, 4)])
 def test_ranks_may_lie_ring_first(pool, ulysses, ring):
     masks, tunings = ("causal", "window both sides"), (ds_usp.Tuning(), ds_usp.Tuning(gather=True))

@@ -1,4 +1,4 @@
-"""What the planner says attention and states send is what ranks' ledgers count, in the mean."""
+"""Ledgers of ranks count, in the mean, what the planner says that attention and states send."""
 
 from dataclasses import replace
 from functools import partial

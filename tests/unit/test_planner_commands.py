@@ -233,11 +233,11 @@ def test_readme_page_and_the_planners_reason_have_one_rule(capsys):
     for page in pages.values():
         assert "; ".join(RULE) in " ".join(page.split())
         (command,) = re.findall(r"^ds-usp (plan .*)$", page, re.MULTILINE)
-        told = json.loads(run(capsys, f"{command} --json"))
-        taken = told["recommended"]["ulysses"], told["recommended"]["ring"]
+        plan_json = json.loads(run(capsys, f"{command} --json"))
+        taken = plan_json["recommended"]["ulysses"], plan_json["recommended"]["ring"]
         assert taken == rule_degrees(16, 8, 8) == (8, 2)
         numbers = "16 GPUs a sequence, 8 KV heads, 8 GPUs a node"
-        assert told["why"][0] == f"{RULE[1]}, {RULE[2]} ({numbers})"
+        assert plan_json["why"][0] == f"{RULE[1]}, {RULE[2]} ({numbers})"
     facts, numbers = r"\| ([^|,]+)(?:, (\d+) heads)?(?:, (\d+) (?:KV )?heads)? ", r"(\d+), (\d+)"
     row = f"{facts}\\| {numbers} \\| {numbers.replace(',', ' x')} \\|"
     rows = re.findall(row, pages["docs/which-degrees.md"])
