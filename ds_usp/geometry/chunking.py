@@ -74,11 +74,11 @@ class CallSize(NamedTuple):
 
     def num_chunks(self) -> int:
         """Number of head chunks: at most what the heads allow and ``_MAX_CHUNKS`` (without a
-        backward pass ``_MAX_FORWARD_CHUNKS``). The larger of two: FLOP over ``_CHUNK_FLOP``
-        (``_RING_CHUNK_FLOP`` without Ulysses) a kernel call, in whole KV groups; and the number
+        backward pass ``_MAX_FORWARD_CHUNKS``). The larger of two: as many as leave each kernel call
+        ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` without Ulysses), in whole KV groups; and the number
         with the least exposed exchange plus ``_CHUNK_S`` a kernel call, which may cut groups
-        (:meth:`HeadSplit.chunk_limit`). Where thread blocks are equal, down to half of that number,
-        if it saves ``_LEAST_GAIN`` of the kernels' time in last waves."""
+        (:meth:`HeadSplit.chunk_limit`). Where thread blocks are equal, fewer, down to half of that,
+        if they save ``_LEAST_GAIN`` of the kernels' time in last waves."""
         flop, kv_groups = self.flop, self.split.max_chunks
         limit = _MAX_CHUNKS if self.backward else _MAX_FORWARD_CHUNKS
         chunk_flop = _RING_CHUNK_FLOP if self.split.ulysses == 1 else _CHUNK_FLOP
@@ -119,8 +119,8 @@ class CallSize(NamedTuple):
 
 
 def attention_flop(mask: MaskSpec, queries: int, keys: int, width: int) -> float:
-    """FLOP of a forward pass on all ranks; ``width``: features of all query heads of all
-    samples."""
+    """FLOP of a forward pass on all ranks, of so many tokens a sample; ``width``: features of all
+    query heads of all samples."""
     return 4 * width * visible_pairs(mask, queries, keys)
 
 
@@ -137,7 +137,7 @@ def is_launch_bound(flop: float) -> bool:
 
 
 def chunk_positions(sizes: Sequence[int], *, launch_bound: bool = False) -> ChunkPositions:
-    """Position of each chunk (``ring_schedule``), forward and backward.
+    """Position of each chunk (``ring_schedule``), forward and backward; the same on every rank.
 
     Args:
         sizes: key/value heads of the chunks, of the first Ulysses rank; others' may differ by one.
@@ -145,21 +145,15 @@ def chunk_positions(sizes: Sequence[int], *, launch_bound: bool = False) -> Chun
     """
     if len(sizes) == 1:
         return (("local_merged", "local_merged"),) if launch_bound else (("only", "only"),)
-    # A chunk overlaps the receive of the next one if it is about as large. Backward no chunk
-    # follows chunk 0 that would overlap its gradient return.
-    positions: list[tuple[ChunkPosition, ChunkPosition]] = []
-    for index, size in enumerate(sizes):
-        previous, following = (
-            sizes[i] if 0 <= i < len(sizes) else 0 for i in (index - 1, index + 1)
-        )
-        forward_position: ChunkPosition = (
-            "local_merged" if 4 * previous >= 3 * size else "local_first"
-        )
-        backward_position: ChunkPosition = (
-            "local_merged" if 4 * following >= 3 * size else "local_first"
-        )
-        positions.append((forward_position, backward_position if index else "local_last"))
-    return tuple(positions)
+
+    # A chunk overlaps the receive of the next one if it is about as large.
+    def position(size: int, computed_before: int) -> ChunkPosition:
+        return "local_merged" if 4 * computed_before >= 3 * size else "local_first"
+
+    forward = map(position, sizes, [0, *sizes[:-1]])
+    # Backward goes from the last chunk to chunk 0, which none follows to overlap its dK/dV.
+    backward: list[ChunkPosition] = ["local_last", *map(position, sizes[1:], [*sizes[2:], 0])]
+    return tuple(zip(forward, backward, strict=True))
 
 
 def visible_pairs(mask: MaskSpec, queries: int, keys: int) -> float:

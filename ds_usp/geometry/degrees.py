@@ -11,7 +11,8 @@ from typing import ClassVar, NamedTuple
 from ds_usp.errors import ConfigError
 
 Names = Mapping[str, str]
-_Broken = Iterator[tuple[str, str]]
+_Broken = Iterator[tuple[str, str]]  # rule and message, as of a Refusal
+_Named = Callable[[str], str]  # a field's name and value in the user's words, as "--tp 3"
 
 
 def divisors(size: int) -> list[int]:
@@ -93,7 +94,7 @@ class Degrees:
         return [degree for degree in reversed(divisors(self.sp)) if degree <= max_degree]
 
     def check(self, names: Names = KEYWORDS) -> Degrees:
-        """The degrees themselves.
+        """The degrees themselves; ``names`` as of :meth:`refusal`.
 
         Raises:
             ConfigError: they do not fit, with the number found, the number wanted and what fits.
@@ -120,7 +121,7 @@ class Degrees:
         broken = (Refusal(*texts) for rule in rules for texts in rule(named))
         return next(broken, None)
 
-    def _sizes(self, named: Callable[[str], str]) -> _Broken:
+    def _sizes(self, named: _Named) -> _Broken:
         for field in ("tp", "sp", "ulysses", "ring", "pp"):
             size = getattr(self, field)
             if size is None and field in ("ulysses", "ring"):
@@ -129,7 +130,7 @@ class Degrees:
                 text = f"{named(field)} must be a whole number of 1 or more"
                 yield "a degree is no whole number of 1 or more", text
 
-    def _heads(self, named: Callable[[str], str]) -> _Broken:
+    def _heads(self, named: _Named) -> _Broken:
         heads, kv_heads, tp = self.heads, self.kv_heads, self.tp
         if heads is not None and heads < 1:
             yield "there is no query head", f"{heads} query heads: there must be 1 or more"
@@ -159,7 +160,7 @@ class Degrees:
                 f"{_listed(math.gcd(self.ffn, heads or self.ffn))}",
             )
 
-    def _sequence(self, named: Callable[[str], str]) -> _Broken:
+    def _sequence(self, named: _Named) -> _Broken:
         """Check Ulysses x ring against ranks and heads; of a ring alone the Ulysses degree that it
         leaves. The first rule that is broken is read, so later ones assume the earlier."""
         valid = self._ulysses_within_heads()
@@ -194,7 +195,7 @@ class Degrees:
                 f"tensor-parallel rank, there are {local}{model}. {fix}",
             )
 
-    def _world(self, named: Callable[[str], str]) -> _Broken:
+    def _world(self, named: _Named) -> _Broken:
         replica = self.tp * self.sp * self.pp
         if self.world is not None and self.world % replica:
             degrees = " x ".join(map(named, ("tp", "sp", "pp")))

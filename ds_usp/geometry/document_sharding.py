@@ -169,7 +169,7 @@ def _assign_zigzag(start: int, stop: int, loads: list[_RankLoad]) -> None:
 
 def _group_small_documents(borders: tuple[int, ...], max_whole: int, ring: int) -> Iterator[Run]:
     """Runs of the documents of up to ``max_whole`` tokens, adjacent ones together up to
-    ``max_group`` tokens."""
+    1 / ``_GROUPS_PER_RANK`` of a rank's tokens."""
     max_group = -(-borders[-1] // (ring * _GROUPS_PER_RANK))
     group: Run | None = None
     for start, stop in pairwise(borders):
@@ -313,7 +313,8 @@ class _PairSplit:
         self._front_first = True
 
     def assign(self, runs: Sequence[_DocumentRun]) -> float:
-        """Assign whole runs; returns the cost, infinite if the split run cannot fill up both."""
+        """Assign whole runs, choose the split and set ``max_load``: once, before :meth:`runs`.
+        Returns the cost, infinite if the split run cannot fill up both ranks."""
         tokens, loads = 0, [0, 0]  # tokens of the first rank, work of both
         for run in runs:
             side = int(loads[1] < loads[0] or tokens + run.tokens > self._tokens)

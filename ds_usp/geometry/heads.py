@@ -14,7 +14,7 @@ class HeadChunk:
     """Half-open ranges of heads, one for each Ulysses rank.
 
     Attributes:
-        queries, keys: heads of queries, and of keys and values.
+        queries, keys: of query heads, and of key/value heads, as :class:`HeadSplit` numbers them.
         kv_chunk: the chunk that brings its keys and values: itself, or the first of its KV group.
     """
 
@@ -69,14 +69,14 @@ class HeadSplit:
             return self.max_chunks
         return min(end - begin for begin, end in map(self.query_range, ranks))
 
-    def chunk_limit(self, ring: int) -> int:
+    def chunk_limit(self, ring_degree: int) -> int:
         """Most head chunks of a call: smaller than a KV group only without a ring, which would
         exchange the group's KV again."""
-        return self.max_chunks_in_groups if ring == 1 else self.max_chunks
+        return self.max_chunks_in_groups if ring_degree == 1 else self.max_chunks
 
-    def check_chunks(self, count: int, ring: int) -> None:
+    def check_chunks(self, count: int, ring_degree: int) -> None:
         """Refuse more chunks than :meth:`chunk_limit` (ConfigError)."""
-        limit = self.chunk_limit(ring)
+        limit = self.chunk_limit(ring_degree)
         if count > limit:
             kind_of_heads = "query heads" if limit > self.max_chunks else "key/value heads"
             raise ConfigError(
@@ -102,15 +102,14 @@ class HeadSplit:
         if count > self.max_chunks:
             return self._chunk_in_group(count, index)
         group, spans = self.heads // self.kv_heads, []
-        for rank in range(self.ulysses):
-            begin, end = self.kv_range(rank)
+        for begin, end in map(self.kv_range, ranks):
             edges = _chunk_edges(end - begin, count)
             spans.append((begin + edges[index], begin + edges[index + 1]))
         return HeadChunk(tuple((a * group, b * group) for a, b in spans), tuple(spans), index)
 
     def _chunk_in_group(self, count: int, index: int) -> HeadChunk:
-        # Chunks are dealt to this many groups of every rank evenly: `first : stop` are those of the
-        # chunk's own group, which divide its query heads and share its one KV head.
+        # Here every rank has this many KV groups, to which chunks are dealt evenly: `first : stop`
+        # are those of the chunk's own group, which divide its query heads and share its KV head.
         groups = self.max_chunks
         chunks = [even_split(count, groups, group) for group in range(groups)]
         group = next(i for i, (_, stop) in enumerate(chunks) if index < stop)
@@ -126,6 +125,7 @@ class HeadSplit:
         return HeadChunk(tuple(queries), tuple(keys), first)
 
     def query_range(self, rank: int) -> tuple[int, int]:
+        """Half-open range of the query heads that one Ulysses rank computes."""
         group = self.heads // self.kv_heads
         first, last = self.kv_range(rank)
         if self.kv_heads >= self.ulysses:
@@ -169,7 +169,7 @@ def _chunk_sizes(count: int) -> tuple[int, ...]:
 
 
 def _chunk_edges(heads: int, count: int, *, equal: bool = False) -> list[int]:
-    """Bounds of ``count`` chunks of at least one head."""
+    """The ``count + 1`` bounds of chunks of a head or more, of :func:`_chunk_sizes` or equal."""
     sizes, edges = (1,) * count if equal else _chunk_sizes(count), [0]
     for index in range(1, count):
         ideal = round(heads * sum(sizes[:index]) / sum(sizes))

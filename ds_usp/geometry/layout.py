@@ -65,10 +65,10 @@ class TokenSlices:
     by_rank: tuple[tuple[TokenSlice, ...], ...]
 
     @classmethod
-    def from_runs(cls, runs: Sequence[Run], ranks: int) -> TokenSlices | None:
-        """The slices of these runs; None if a rank has no token, too many slices for one exchange
-        (``MAX_SLICES``), or slices in another order than the ring rank's."""
-        slices: list[list[TokenSlice]] = [[] for _ in range(ranks)]
+    def from_runs(cls, runs: Sequence[Run], ulysses: int) -> TokenSlices | None:
+        """The slices of a ring rank's :meth:`TokenLayout.runs`; None if a Ulysses rank has none, or
+        more than ``MAX_SLICES``, or has them in another order than the ring rank."""
+        slices: list[list[TokenSlice]] = [[] for _ in range(ulysses)]
         start = 0
         for run in runs:
             rank_slices = slices[run.ulysses_rank]
@@ -222,14 +222,14 @@ class TokenLayout:
                 f"the layout {self.kind!r} is the same for a tree as for documents and takes no "
                 "parents: leave them to the mask, MaskSpec.tree(segments), or ask for 'balanced'"
             )
-        chunks, whose = self.degree, "of ring_flash_attn's varlen functions"
+        chunks, packer = self.degree, "ring_flash_attn's varlen functions"
         if self.kind == "context_parallel":
-            chunks, whose = 2 * self.degree, "of megatron-core"
+            chunks, packer = 2 * self.degree, "megatron-core"
         indivisible = [b - a for a, b in pairwise(documents[0]) if (b - a) % chunks]
         if indivisible and not is_balanced:
             raise LayoutError(
                 f"a document of {indivisible[0]} tokens does not divide into {chunks} "
-                f"chunks, as packed sequences {whose} must; the layout 'balanced' splits "
+                f"chunks, as packed sequences of {packer} must; the layout 'balanced' splits "
                 "any length"
             )
         return documents[0], parents
@@ -239,7 +239,7 @@ class TokenLayout:
         return self.ulysses * self.ring
 
     def sp_rank(self, ulysses_rank: int, ring_rank: int) -> int:
-        """Rank in the sequence-parallel group of one point of the two axes."""
+        """Rank in the sequence-parallel group of a point of the axes, as ``RankGrid`` counts it."""
         if not (0 <= ulysses_rank < self.ulysses and 0 <= ring_rank < self.ring):
             raise LayoutError(
                 f"ulysses rank {ulysses_rank}, ring rank {ring_rank} is outside {self}"
@@ -351,7 +351,7 @@ class TokenLayout:
         return inverse
 
     def shard(self, x: Any, dim: int, rank: int) -> Any:
-        """The part of a full tensor that belongs to ``rank``.
+        """A copy of the part of a full tensor that belongs to a rank of the group.
 
         Shapes:
             x: ``seq_len`` along ``dim``; the result has ``length(rank)`` there. Differentiable.
@@ -479,7 +479,7 @@ def _context_parallel(
 def _chunks_of_documents(
     layout: TokenLayout, chunks: int, indices: tuple[int, ...]
 ) -> tuple[Segment, ...]:
-    """The chunks ``indices`` of each document, or of the sequence where it has no documents."""
+    """The chunks ``indices``, of ``chunks`` in all, of each document, or of the sequence."""
     return tuple(
         replace(chunk, start=start + chunk.start)
         for start, stop in pairwise(layout.documents or (0, layout.seq_len))
@@ -523,7 +523,8 @@ def _ring_order(layout: TokenLayout, ring_rank: int) -> tuple[tuple[Segment, ...
         for ulysses_rank in range(layout.ulysses)
         for segment, begin in with_offsets(layout.segments(layout.sp_rank(ulysses_rank, ring_rank)))
     ]
-    runs_by_position.sort(key=lambda run_at: run_at[0].start)
+    # Segments of a ring rank do not interleave: not of one Ulysses rank, nor of two.
+    runs_by_position.sort(key=lambda placed: placed[0].start)
     runs: list[Run] = []
     for _, run in runs_by_position:
         last = runs[-1] if runs else None

@@ -141,21 +141,21 @@ class MaskSpec:
                 "fields, or not the one document that is the sequence: use "
                 "MaskSpec.rectangles(rectangles, seq_len)"
             )
-        seq_len, before = self.documents[0][-1], list[Area]()
+        seq_len, earlier = self.documents[0][-1], list[Area]()  # that reach the next one's rows
         for area in sorted(self.areas, key=itemgetter(0, 1, 2, 3)):
             shown = _format_area(area)
             if not (0 <= area.q_start < area.q_stop <= seq_len) or not (
                 0 <= area.k_start < area.k_stop <= seq_len
             ):
                 raise ConfigError(f"{shown} must have a query and a key of 0 to {seq_len}")
-            before = [x for x in before if x.q_stop > area.q_start]
-            for other in before:
+            earlier = [x for x in earlier if x.q_stop > area.q_start]
+            for other in earlier:
                 if _share_pairs(other, area):
                     raise ConfigError(
                         f"{shown} and {_format_area(other)} share a pair, which would count twice: "
                         "cut one of them at the other's border"
                     )
-            before.append(area)
+            earlier.append(area)
         seen = 0
         for start, stop in sorted([*(x.diagonal for x in self.areas), (seq_len, seq_len)]):
             if start > seen:
@@ -322,7 +322,8 @@ class MaskSpec:
 
     def areas_of(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
         """All pairs that attend, each in one area: a block's pairs beyond ``right`` in one of their
-        own. Areas that may make one tile are together."""
+        own. Areas that may make one tile are together, in a tuple. ``sample``: an index of
+        ``documents``; 0 without."""
         if self.areas:
             yield from zip(self.areas, strict=True)
             return
@@ -407,6 +408,7 @@ class MaskSpec:
             )
 
     def allows(self, query: int, key: int, sample: int = 0) -> bool:
+        """Whether a query sees a key, by their global positions; what tests hold tiles to."""
         if self.areas:
             return any(
                 x.q_start <= query < x.q_stop
@@ -594,7 +596,7 @@ def _abbreviate(borders: Sequence[Any]) -> str:
 
 
 def format_documents(documents: tuple[Borders, ...], parents: tuple[Parents, ...] = ()) -> str:
-    """One line of text, with a digest where the documents are many, or a tree."""
+    """One line of text, which ranks compare: with a digest where documents are many, or a tree."""
     count = sum(len(borders) - 1 for borders in documents)
     if any(parents):
         tree = _digest((documents, parents))

@@ -68,7 +68,7 @@ class Instr(NamedTuple):
 
     Attributes:
         op: what is done; ``chunk``: the number of the head chunk.
-        number: of the exchange, among the chunk's; of a kernel call, of its ring step.
+        number: of a ring exchange, among the chunk's; of a kernel call, of its ring step.
         call: of a kernel call, its number in the ring step.
     """
 
@@ -175,7 +175,7 @@ def pipeline_schedule(
 
 
 class _ScheduleWriter:
-    """Writes the instructions of one pass, each once."""
+    """Writes the instructions of one pass: one that is there already is not written again."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class _ScheduleWriter:
         stage_return: bool,
         from_shards: bool,
     ) -> None:
-        self._order = list(range(len(chunks)))[:: -1 if backward else 1]
+        self._order = list(range(len(chunks)))[:: -1 if backward else 1]  # position -> chunk
         self._steps = [x.backward_steps if backward else x.steps for x in chunks]
         self._has_ring = chunks[0].ring_degree > 1
         self._ulysses, self._backward = ulysses, backward
@@ -263,7 +263,7 @@ class _ScheduleWriter:
             self._wait_dkv(chunk)
 
     def _mid_chunk(self, position: int) -> None:
-        """Schedule what follows the first kernel call of a chunk."""
+        """Write what follows the first kernel call of a chunk; after later ones it is there."""
         if self._defer_return and position:
             self._return(position - 1)
         if self._has_ring:
@@ -305,21 +305,21 @@ def exchange_order(schedule: Schedule) -> str:
 
 
 def exposed_posts(schedule: Schedule) -> frozenset[Instr]:
-    """Posts whose wait follows at once, so that the exchange overlaps nothing. The end of a chunk's
+    """Posts (``overlapped=False`` for channels) whose wait follows at once. The end of a chunk's
     kernel calls, which merges outputs forward, takes no time backward and may lie between."""
     backward = any(instr.op is Op.DKV_POST for instr in schedule)
     steps = [instr for instr in schedule if not (backward and instr.op is Op.END)]
     return frozenset(
         instr
         for instr, following in pairwise(steps)
-        if following.op.value == f"{instr.op.value}?" and following[1:] == instr[1:]
+        if following.op.value == f"{instr.op.value}?" and following._replace(op=instr.op) == instr
     )
 
 
 def staging_slots(schedule: Schedule, kind: str) -> int:
-    """Staging buffers of a kind, used in rotation, with which a rank need not wait to pack: one
-    that is being pulled, beside all that are packed between two kernel calls or staged before a
-    call. While a kernel runs, what was posted before it is pulled."""
+    """Staging buffers of a kind of channel, used in rotation, with which a rank need not wait to
+    pack: one that is being pulled, beside all that are packed between two kernel calls or staged
+    before a call. While a kernel runs, what was posted before it is pulled."""
     staged: set[int] = set()
     posted: set[int] = set()
     slots = 2

@@ -65,7 +65,7 @@ class RingStep:
         send_ranges: tokens that this rank sends in this step, and their receivers.
         peer_offsets: for each of ``send_ranges``, the index of its first token among all that its
             receiver gets.
-        calls: the kernel calls. Those of the local step cover every query row.
+        calls: the kernel calls. Those of the local step, or of its two halves, cover every row.
 
     Attributes:
         num_kv_tokens: key tokens.
@@ -147,9 +147,11 @@ def ring_schedule(
     position: ChunkPosition = "only",
     kv_layout: TokenLayout | None = None,
 ) -> RingSchedule:
-    """Plan one rank's steps. Stepwise: the local block first, while the next one is received.
+    """Plan one rank's steps. Stepwise: the local block first, while the next one is received. An
+    attention call combines the ``steps`` of one position with the ``backward_steps`` of another.
 
     Args:
+        support: what the kernel computes in one call, as of :func:`plan_tiles`.
         gather: all-gathered KV: the blocks of all other ranks in one step. Fewer, larger kernel
             calls and fewer merges, for memory that grows with the ring.
         position: of this head chunk among the chunks of a call (the note above).
@@ -211,7 +213,6 @@ def _local_step(
 ) -> RingStep:
     """The step with this rank's own keys, for all query rows or for some."""
     queries = ring.queries.ring_segments(ring_rank)
-    rows = rows or (0, ring.queries.ring_length(ring_rank))
     calls = _calls(queries, ring.keys.ring_segments(ring_rank), ring.mask, support, rows)
     return RingStep(True, ring.kv_ranges(ring_rank, [0]), (), (), calls)
 

@@ -19,8 +19,8 @@ _MIN_GAP_FRACTION = 32
 
 
 class TokenRange(NamedTuple):
-    """Tokens ``start : stop`` of the ring rank ``rank``; where this rank sends, its own tokens, and
-    ``rank`` receives them."""
+    """Tokens ``start : stop`` of the ring rank ``rank``, as its ``ring_segments`` count them; where
+    this rank sends, of its own tokens, and ``rank`` receives them."""
 
     rank: int
     start: int
@@ -77,8 +77,8 @@ class Ring:
 def visible_runs(
     layout: TokenLayout, mask: MaskSpec, kv_layout: TokenLayout | None = None
 ) -> tuple[tuple[Runs, ...], ...]:
-    """Half-open runs of the owner's tokens that the user's queries see in any sample, by user and
-    owner. Short gaps are included."""
+    """Half-open runs of the owner's tokens that the user's queries see in any sample, ``[user]
+    [owner]``, counted as in :class:`TokenRange`. Short gaps are included."""
     ranks = range(layout.ring)
     kv_layout = kv_layout or layout
     # One index of all ranks' tokens, one after the other, and where each rank's begin.

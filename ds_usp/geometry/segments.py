@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-Span = tuple[int, int]  # half-open
+Span = tuple[int, int]  # half-open, of a shard's tokens: its rows
 Runs = tuple[Span, ...]
 
 
@@ -71,8 +71,8 @@ def with_offsets(segments: Iterable[Segment]) -> Shard:
 
 
 class ShardIndex:
-    """Finds the tokens of a shard at some positions. Its segments may be in any order, as in a
-    buffer of several ranks' keys, and segments with a stride may interleave."""
+    """Finds the tokens of a shard at some positions. Its segments, none empty, may be in any order,
+    as in a buffer of several ranks' keys, and segments with a stride may interleave."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         self._shard = sorted(with_offsets(segments), key=lambda placed: placed[0].start)
@@ -81,7 +81,7 @@ class ShardIndex:
         self._stops = list(accumulate((x.positions[-1] + 1 for x, _ in self._shard), max))
 
     def between(self, start: int, stop: int) -> list[tuple[Segment, int]]:
-        """The tokens at the positions ``start`` to ``stop``: segments, each with the index of its
+        """The tokens at the positions ``start : stop``: segments, each with the index of its
         first token in the shard, in the order of these indices."""
         first = bisect_right(self._stops, start)
         if first == len(self._starts) or self._starts[first] >= stop:
@@ -104,8 +104,8 @@ def even_split(total: int, parts: int, index: int) -> tuple[int, int]:
     return begin, begin + size + (index < rest)
 
 
-# Kernel calls of a shard cover overlapping ranges of its rows. To merge them in one pass, rows are
-# cut where any range begins or ends; within a run the same calls contribute to every row:
+# Kernel calls of a shard cover overlapping ranges of its rows. To merge them in one pass
+# (kernels/merge.py), rows are cut where any range begins or ends; the same calls have a run's rows:
 #
 #     call 0   [-----------------]
 #     call 1          [------]
@@ -117,7 +117,7 @@ class CoverageRun(NamedTuple):
     Args:
         rows: which, counted from the first row of all runs; None: all rows.
         spans: the index of each span that covers them, in order, and which of the span's own rows
-            they are; None: all of them.
+            they are; None: all of them. Empty where no span does.
     """
 
     rows: slice | None

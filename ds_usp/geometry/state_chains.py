@@ -266,7 +266,7 @@ class StateChains:
     def sent_bytes(
         self, rank: int, state: int, transition: int, itemsize: int = 4, *, backward: bool = False
     ) -> int:
-        """Bytes of states that a rank sends to others in one pass of a layer.
+        """Bytes of states that a rank sends in a pass of a layer; the planner computes their mean.
 
         Args:
             state, transition: elements of S and of A of one row.
@@ -341,23 +341,24 @@ def state_chains(
             "or 'balanced'"
         )
     by_row = documents or ((0, layout.seq_len),)
-    lines = list(zip(by_row, parents or [(-1,) * (len(x) - 1) for x in by_row], strict=True))
-    lines = lines[:1] if len(set(lines)) == 1 else lines
+    trees = list(zip(by_row, parents or [(-1,) * (len(x) - 1) for x in by_row], strict=True))
+    trees = trees[:1] if len(set(trees)) == 1 else trees
     chains, before = list[Chain](), dict[Piece, tuple[Piece, ...]]()
-    for row, (borders, row_parents) in enumerate(lines):
-        row_chains = _chains_of_row(layout, row if len(lines) > 1 else None, borders, row_parents)
+    for row, (borders, row_parents) in enumerate(trees):
+        row_chains = _chains_of_row(layout, row if len(trees) > 1 else None, borders, row_parents)
         for chain, parent in zip(row_chains, row_parents, strict=True):
             last = () if parent < 0 else row_chains[parent][-1:]
             for piece in chain:
                 before[piece], last = last, (piece,)
         chains += row_chains
-    documents = tuple(borders for borders, _ in lines) if documents else ()
+    documents = tuple(borders for borders, _ in trees) if documents else ()
     return StateChains(layout, documents, rows, tuple(chains), before)
 
 
 def _chains_of_row(
     layout: TokenLayout, row: int | None, borders: Borders, parents: Parents
 ) -> list[Chain]:
+    """The chain of each document of a row; None: of all rows, which have the same documents."""
     placed_runs = []  # (position, stop, rank, offset in the row's shard)
     for rank in range(layout.degree):
         for segment, offset in with_offsets(layout.segments(rank)):
@@ -427,10 +428,10 @@ def _folds(chains: StateChains, rank: int) -> tuple[Fold, ...]:
 @lru_cache(maxsize=64)
 def _halos(chains: StateChains, width: int) -> tuple[Halo, ...]:
     degree = chains.layout.degree
-    # What each rank needs of each other one, in the order of its pieces and their tokens; and for
-    # each piece, which of those it is made of.
+    # sends[source][target]: half-open tokens of the source's shard, in the order in which pieces
+    # need them; and of each piece's halo, in token order, the source and the number among those.
     sends: list[list[list[tuple[int, int]]]] = [[[] for _ in range(degree)] for _ in range(degree)]
-    needs: dict[Piece, list[tuple[int, int]]] = {}  # (source, number among that source's)
+    needs: dict[Piece, list[tuple[int, int]]] = {}
     for piece in chains.before:
         parts, missing, before = [], width, chains.before[piece]
         while missing and before:
@@ -443,8 +444,7 @@ def _halos(chains: StateChains, width: int) -> tuple[Halo, ...]:
         needs[piece] = parts[::-1]
     crosses = any(source != piece.rank for piece, parts in needs.items() for source, _ in parts)
     return tuple(
-        _halo_of_rank(chains, rank, width, sends, needs)._replace(crosses=crosses)
-        for rank in range(degree)
+        _halo_of_rank(chains, rank, width, sends, needs, crosses) for rank in range(degree)
     )
 
 
@@ -454,6 +454,7 @@ def _halo_of_rank(
     width: int,
     sends: list[list[list[tuple[int, int]]]],
     needs: dict[Piece, list[tuple[int, int]]],
+    crosses: bool,
 ) -> Halo:
     pieces = chains.by_rank[rank]
     edges = {edge for piece in pieces for edge in (piece.offset, piece.offset + piece.length)}
@@ -475,4 +476,4 @@ def _halo_of_rank(
         total += tokens
     halos = tuple(tuple((begins[s][n], begins[s][n + 1]) for s, n in needs[p]) for p in pieces)
     lengths = tuple(b - a for a, b in pairwise(ordered))
-    return Halo(lengths, cuts, heads, to_ranks, received, halos, width, False)
+    return Halo(lengths, cuts, heads, to_ranks, received, halos, width, crosses)

@@ -42,7 +42,7 @@ class Tile:
 
     Attributes:
         q_start, q_stop: its query rows, in the shard of queries.
-        k_start, k_stop: its key columns, in the shard of keys.
+        k_start, k_stop: its key columns, in the shard, or buffer of several ranks', of keys.
         rows, columns: number of query rows and key columns.
         window: ``(left, right)`` aligned to the bottom right corner, as flash kernels take it:
             row ``i`` of the rectangle sees columns ``i + columns - rows - left`` to
@@ -111,7 +111,7 @@ class TileSupport:
     Args:
         rectangular: causal tiles with more columns than rows, aligned to the bottom right.
         window: any other band.
-        tall: bands with more rows than columns, of those that it computes.
+        tall: of the bands that it computes those with more rows than columns, too.
     """
 
     rectangular: bool = True
@@ -133,7 +133,7 @@ def plan_tiles(
     """Cover every allowed (query, key) pair of two shards exactly once, in few kernel calls.
 
     Args:
-        q_segments, k_segments: the shards' tokens, ascending.
+        q_segments, k_segments: the shards' tokens, in the order of the rows and columns of tiles.
         mask: who sees whom, in global positions.
         support: what the kernel can compute in one call.
         sample: whose documents, where samples have their own.
@@ -365,65 +365,63 @@ def kernel_calls_from_tiles(
 
     Args:
         tiles: for each sample, or once for all.
-        rows, columns: tokens of the two shards.
+        rows, columns: query and key tokens of the step, by which gaps in a call are limited.
     """
     builders: list[_CallBuilder] = []
+    max_gaps = rows // _MAX_GAP_FRACTION, columns // _MAX_GAP_FRACTION
     for sample, sample_tiles in enumerate(tiles):
         for tile in sorted(sample_tiles, key=attrgetter("q_start", "k_start")):
-            window = tile.window
             for call in builders:
-                if call.can_add(sample, tile, window):
+                if call.can_add(sample, tile):
                     break
             else:
-                call = _CallBuilder(
-                    len(tiles), rows // _MAX_GAP_FRACTION, columns // _MAX_GAP_FRACTION
-                )
+                call = _CallBuilder(len(tiles), max_gaps)
                 builders.append(call)
-            call.add(sample, tile, window)
+            call.add(sample, tile)
     return tuple(call.build() for call in builders)
 
 
 class _CallBuilder:
     """Collects the tiles of one kernel call."""
 
-    def __init__(self, samples: int, row_gap: int, column_gap: int) -> None:
+    def __init__(self, samples: int, max_gaps: tuple[int, int]) -> None:
         self._tiles: list[list[Tile]] = [[] for _ in range(samples)]
-        self._gaps = row_gap, column_gap
+        self._max_gaps = max_gaps  # in rows and in columns
         self._window: Bounds = (None, None)
         # Tiles that a side of the window does not bind need it to be as wide as this.
         self._widest = (0, 0)
 
-    def can_add(self, sample: int, tile: Tile, window: Bounds) -> bool:
+    def can_add(self, sample: int, tile: Tile) -> bool:
         """Whether a tile fits: after its sample's last one, with gaps within the limits, and with
         bounds that one window of all tiles can express."""
         if self._tiles[sample]:
             last = self._tiles[sample][-1]
             gaps = tile.q_start - last.q_stop, tile.k_start - last.k_stop
-            if not all(0 <= gap <= limit for gap, limit in zip(gaps, self._gaps, strict=True)):
+            if not all(0 <= gap <= limit for gap, limit in zip(gaps, self._max_gaps, strict=True)):
                 return False
-        merged, widest = self._merged(tile, window)
-        binds = zip(self._window, window, merged, widest, strict=True)
+        merged, widest = self._merged(tile)
+        binds = zip(self._window, tile.window, merged, widest, strict=True)
         return all(
             bound is None or (old in (None, bound) and new in (None, bound) and limit <= bound)
             for old, new, bound, limit in binds
         )
 
-    def add(self, sample: int, tile: Tile, window: Bounds) -> None:
-        self._window, self._widest = self._merged(tile, window)
+    def add(self, sample: int, tile: Tile) -> None:
+        self._window, self._widest = self._merged(tile)
         self._tiles[sample].append(tile)
 
     def build(self) -> KernelCall:
         return KernelCall(tuple(map(tuple, self._tiles)), self._window)
 
-    def _merged(self, tile: Tile, window: Bounds) -> tuple[Bounds, tuple[int, int]]:
+    def _merged(self, tile: Tile) -> tuple[Bounds, tuple[int, int]]:
         """The call's window after adding a tile, a side None while no tile is bound by it; and for
         each side the least bound that hides no pair of the tiles which that side does not bind."""
         reach = tile.columns - 1, tile.rows - 1
         left, right = (
-            new if old is None else old for old, new in zip(self._window, window, strict=True)
+            new if old is None else old for old, new in zip(self._window, tile.window, strict=True)
         )
         widest_left, widest_right = (
-            max(limit, needed) if new is None else limit
-            for limit, needed, new in zip(self._widest, reach, window, strict=True)
+            max(limit, needed) if bound is None else limit
+            for limit, needed, bound in zip(self._widest, reach, tile.window, strict=True)
         )
         return (left, right), (widest_left, widest_right)
