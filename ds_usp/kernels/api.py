@@ -86,7 +86,8 @@ class KernelCaps:
             (:class:`PaddedHeadDimKernel`).
         tiles: the tiles (rectangles with a band mask) that it computes in one call.
         varlen: it computes the tiles of many documents in one call; else one call a tile.
-        fp32_grads: it returns gradients in fp32, which are then communicated in fp32.
+        fp32_grads: it returns the output and gradients in fp32 (fp64 for fp64); gradients are
+            then communicated in it.
         softcap: it computes a soft cap of the scores, and implements ``with_softcap``.
         deterministic: its gradients are bitwise reproducible under torch's deterministic
             algorithms.
@@ -107,6 +108,7 @@ class KernelCaps:
         return torch.promote_types(dtype, torch.float32) if self.fp32_grads else dtype
 
     def refusal(self, request: KernelRequest) -> str | None:
+        """Why the kernel cannot serve a call, without its name; None if it can."""
         if self.devices and request.device not in self.devices:
             return f"runs on {'/'.join(sorted(self.devices))}, not {request.device}"
         if request.dtype not in self.dtypes:
@@ -120,15 +122,17 @@ class KernelCaps:
             return "has no softcap"
         if request.deterministic and not self.deterministic:
             return "has no deterministic backward"
+        # A right bound alone is no window: geometry/tiles.py cuts it into full and causal tiles.
         if request.mask.left is not None and not self.tiles.window:
             return f"has no sliding window, asked for {request.mask}"
         return None
 
 
 class AttentionKernel(Protocol):
-    """One attention library behind one interface.
+    """One attention library behind one interface. Autograd records none of its calls.
 
-    Results cover the rows (``out``, ``lse``, ``dq``) and columns (``dk``, ``dv``) of the call.
+    Inputs are a whole query shard and a whole block of keys and values; results cover the call's
+    rows ``call.q_span`` (``out``, ``lse``, ``dq``) and columns ``call.k_span`` (``dk``, ``dv``).
     Rows and columns in none of its tiles have out 0, lse ``-inf`` and gradients of 0.
     """
 
@@ -136,7 +140,7 @@ class AttentionKernel(Protocol):
     caps: KernelCaps
 
     def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
-        """Attention of the call's tiles alone.
+        """Attention of the call's tiles alone; ``scale`` is a factor of the scores.
 
         Shapes:
             q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]`` -> out ``[B, rows, H, E]``
@@ -153,11 +157,11 @@ class AttentionKernel(Protocol):
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
         """The tiles' contribution to the gradients: dq ``[B, rows, H, D]``, dk and dv
-        ``[B, columns, G, .]``.
+        ``[B, columns, G, .]``, in the dtype of :meth:`KernelCaps.grad_dtype`.
 
         Args:
-            grad_buffers: out buffers, in the dtype of :meth:`KernelCaps.grad_dtype`, with
-                contiguous features; only for calls of one tile, and only for kernels with
+            grad_buffers: out buffers, in that dtype, with contiguous features, which are then
+                returned; only for calls of one tile, and only for kernels with
                 ``caps.writes_grads_in_place``.
         """
 
@@ -166,7 +170,8 @@ class AttentionKernel(Protocol):
 
 
 class SingleTileKernel:
-    """Base of kernels that compute one tile a call: slices the tensors and loops over tiles."""
+    """Base of kernels that compute one tile a call: slices the tensors and loops over tiles. A
+    kernel implements :meth:`tile_forward` and :meth:`tile_backward`."""
 
     name: str
     caps: KernelCaps
@@ -211,7 +216,7 @@ class SingleTileKernel:
 
     def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:
         """One kernel launch a tile; q, k, v are the rows and columns of the call."""
-        q, k, v = qkv
+        q, k, v = qkv  # the output has the dtype that tile_forward returns
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=self.caps.grad_dtype(q.dtype))
         lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=acc_dtype)
@@ -223,6 +228,7 @@ class SingleTileKernel:
         return out, lse
 
     def multi_tile_backward(self, saved: BackwardInputs, call: KernelCall, scale: float) -> QKV:
+        """One kernel launch a tile; the tensors are the rows and columns of the call."""
         dout, q, k, v, out, lse = saved
         dtype = self.caps.grad_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
@@ -233,7 +239,7 @@ class SingleTileKernel:
                 lse[samples, :, rows],
             )  # fmt: skip
             grads = self.tile_backward(tile_saved, tile, scale)
-            dq[q_index], dk[k_index], dv[k_index] = grads  # no other tile of the call has them
+            dq[q_index], dk[k_index], dv[k_index] = grads  # a call's tiles share no row or column
         return dq, dk, dv
 
     def with_softcap(self, softcap: float) -> AttentionKernel:
@@ -244,7 +250,8 @@ class SingleTileKernel:
         raise NotImplementedError
 
     def tile_backward(self, saved: BackwardInputs, tile: Tile, scale: float) -> QKV:
-        """Kernels with ``caps.writes_grads_in_place`` also have ``grad_buffers``."""
+        """:meth:`backward` of one tile, whose rows and columns the tensors are. Kernels with
+        ``caps.writes_grads_in_place`` also have ``grad_buffers``."""
         raise NotImplementedError
 
 
@@ -253,6 +260,9 @@ class PaddedHeadDimKernel:
 
     Exact: zeros add nothing to ``q . k``, and the output columns that they make are sliced off.
     It costs the copies and the products with zeros, no communication.
+
+    Args:
+        dims: head dims of keys and of values, computed by ``kernel`` and no less than a call's.
     """
 
     def __init__(self, kernel: AttentionKernel, dims: Dims) -> None:
@@ -264,10 +274,10 @@ class PaddedHeadDimKernel:
 
     def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
         q, k, v = qkv
-        keys, values = self._dims
-        padded = pad_features(q, keys), pad_features(k, keys), pad_features(v, values)
+        dim, value_dim = self._dims
+        padded = pad_features(q, dim), pad_features(k, dim), pad_features(v, value_dim)
         out, lse = self._kernel.forward(padded, call, scale=scale)
-        return out[..., : qkv[2].shape[3]], lse
+        return out[..., : v.shape[3]], lse
 
     def backward(
         self,
@@ -277,14 +287,15 @@ class PaddedHeadDimKernel:
         scale: float,
         grad_buffers: GradBuffers | None = None,
     ) -> QKV:
+        # No call has grad_buffers: these caps say that the kernel writes none.
         dout, q, k, v, out, lse = saved
-        keys, values = self._dims
-        q, k = pad_features(q, keys), pad_features(k, keys)
-        dout, v, out = (pad_features(x, values) for x in (dout, v, out))
+        dim, value_dim = self._dims
+        q, k = pad_features(q, dim), pad_features(k, dim)
+        dout, v, out = (pad_features(x, value_dim) for x in (dout, v, out))
         padded = BackwardInputs(dout, q, k, v, out, lse)
         dq, dk, dv = self._kernel.backward(padded, call, scale=scale)
-        keys, values = saved.k.shape[3], saved.v.shape[3]
-        return dq[..., :keys], dk[..., :keys], dv[..., :values]
+        dim, value_dim = saved.k.shape[3], saved.v.shape[3]  # without the zeros
+        return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
 
 
 def pad_features(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -313,14 +324,16 @@ def require_capability(major: int, library: str, *, only: bool = False) -> None:
 
 
 def window_mask(tile: Tile, device: torch.device) -> torch.Tensor:
-    """The tile's mask, true where a query attends to a key: ``[rows, columns]`` bool."""
+    """The tile's mask, true where a query attends to a key: ``[rows, columns]`` bool, counted from
+    the tile's first row and column."""
     rows = torch.arange(tile.q_start, tile.q_stop, device=device)[:, None]
     distance = torch.arange(tile.k_start, tile.k_stop, device=device)[None, :] - rows
     return (distance >= tile.low) & (distance <= tile.high)
 
 
 def _tiles_with_slices(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, slice]]:
-    """Every tile of a call with its samples, and its rows and columns counted in the call."""
+    """Every tile of a call: the samples that have it, the tile, and its rows and columns, counted
+    from the call's first ones."""
     for sample, tiles in enumerate(call.tiles):
         samples = slice(None) if len(call.tiles) == 1 else slice(sample, sample + 1)
         for tile in tiles:
@@ -330,8 +343,8 @@ def _tiles_with_slices(call: KernelCall) -> Iterator[tuple[slice, Tile, slice, s
 
 
 def _slice_tokens(spans: Sequence[tuple[torch.Tensor, Span]]) -> list[torch.Tensor]:
-    """The tokens (start, stop) of each tensor ``[B, S, H, D]``. Copied if features are not
-    contiguous: libraries read them as contiguous, torch's without a check."""
+    """The tokens ``start : stop`` of each tensor ``[B, S, H, D]``; views, but copies where features
+    are not contiguous: libraries read them as contiguous, torch's without a check."""
     slices = []
     for x, (start, stop) in spans:
         if stop - start != x.shape[1]:

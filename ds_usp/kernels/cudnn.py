@@ -25,7 +25,9 @@ _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 class CudnnKernel(SingleTileKernel):
-    """Grouped heads natively; its causal mask is aligned to the top left, and it has no window."""
+    """Grouped heads natively; its causal mask is aligned to the top left, and it has no window: a
+    tile is full, or causal and square. Tensors are the tile's, ``[B, tokens, heads, D]``, where
+    torch takes heads first; backward is given out and log-sum-exp of all keys."""
 
     # One call a document: with cumulative lengths torch's ``_cudnn_attention_backward`` returned
     # wrong gradients, some NaN, for three of four sets of documents (torch 2.11, cuDNN 9.19, H100).
@@ -56,9 +58,9 @@ class CudnnKernel(SingleTileKernel):
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            None,
-            True,
-            0.0,
+            None,  # bias
+            True,  # return the log-sum-exp, [B, H, rows, 1]
+            0.0,  # dropout
             tile.is_causal,
             scale=scale,
         )
@@ -80,12 +82,12 @@ class CudnnKernel(SingleTileKernel):
             lse.unsqueeze(-1).contiguous(),
             unused_rng_state,
             unused_rng_state,
-            None,
+            None,  # bias; next cu_seqlens of queries and keys
             None,
             None,
             tile.rows,
             tile.columns,
-            0.0,
+            0.0,  # dropout
             tile.is_causal,
             scale=scale,
         )

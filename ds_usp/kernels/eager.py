@@ -21,7 +21,12 @@ from ds_usp.kernels.head_dims import HEAD_DIMS
 # out and lse of all blocks, not of this one, and autograd would differentiate this block's softmax.
 class EagerKernel(SingleTileKernel):
     """Materializes all ``[B, H, rows, columns]`` scores: for checks, and for what no other kernel
-    computes. Computes and returns fp32 (fp64 for fp64), whatever the inputs' dtype."""
+    computes. Computes and returns fp32 (fp64 for fp64), whatever the inputs' dtype.
+
+    Tensors are the tile's rows and columns, ``[B, tokens, heads, D]``; backward is given out and
+    log-sum-exp of all keys, and its gradients are the tile's share. Letters of the products: b
+    sample, g KV head, r query head of it, s query, t key, d feature.
+    """
 
     name = "eager"
     caps = KernelCaps(
@@ -62,7 +67,7 @@ class EagerKernel(SingleTileKernel):
         q, dout, out = (_by_kv_group(x.to(dtype), groups) for x in (saved.q, saved.dout, saved.out))
         k, v = saved.k.to(dtype), saved.v.to(dtype)
         scores, cap = self._capped_scores(q, k, scale), self._softcap
-        softcap_grad = None if cap is None else 1.0 - (scores / cap).square_()
+        softcap_grad = None if cap is None else 1.0 - (scores / cap).square_()  # 1 - tanh ** 2
         lse = saved.lse.unflatten(1, (groups, -1)).unsqueeze(-1)
         weights = _mask(scores, tile).sub_(lse).exp_()
         # d(softmax): p * (dp - rowsum(dout * out)), FlashAttention-2 paper, section 2.3.1
@@ -82,7 +87,8 @@ class EagerKernel(SingleTileKernel):
         return dq, dk, dv
 
     def _capped_scores(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-        """``scale * q . k`` under the soft cap: ``[B, G, H / G, S, T]``."""
+        """``scale * q . k`` under the soft cap, ``[B, G, H / G, S, T]``, of queries as
+        :func:`_by_kv_group` has them and keys ``[B, T, G, D]``."""
         scores, cap = torch.einsum("bsgrd,btgd->bgrst", q, k).mul_(scale), self._softcap
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
@@ -93,7 +99,8 @@ def _by_kv_group(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _mask(scores: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """-inf where a query does not attend to a key; in place."""
+    """The scores ``[..., rows, columns]`` with -inf where a query does not attend to a key; in
+    place."""
     if not tile.is_full:
         scores.masked_fill_(~window_mask(tile, scores.device), float("-inf"))
     return scores

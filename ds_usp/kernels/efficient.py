@@ -22,7 +22,7 @@ _forward = torch.ops.aten._efficient_attention_forward
 _backward = torch.ops.aten._efficient_attention_backward
 
 _NO_MASK, _CAUSAL_BOTTOM_RIGHT = 0, 2
-_LSE_ROWS = 32
+_LSE_ROWS = 32  # the kernels' log-sum-exp has a multiple of so many rows
 _VECTOR_BYTES = 16
 
 
@@ -31,7 +31,8 @@ class EfficientKernel(SingleTileKernel):
 
     fp32 is not TF32, whatever torch's switches are set to: from Ampere on the kernels add up three
     TF32 products, which is as exact as fp32 (CUTLASS's OpMultiplyAddFastF32). It has no grouped
-    heads.
+    heads: keys and values are repeated for their query heads. Tensors are the tile's, ``[B, tokens,
+    heads, D]``; backward is given out and log-sum-exp of all keys.
     """
 
     name = "efficient"
@@ -55,9 +56,9 @@ class EfficientKernel(SingleTileKernel):
             _expand_kv_heads(k, q.shape[2]),
             _expand_kv_heads(v, q.shape[2]),
             *[None] * 5,  # bias, cu_seqlens and max_seqlen of queries and keys
-            0.0,
+            0.0,  # dropout
             _mask_type(tile),
-            True,
+            True,  # return the log-sum-exp
             scale=scale,
         )
         return out, lse[:, :, : tile.rows]
@@ -73,18 +74,18 @@ class EfficientKernel(SingleTileKernel):
             _aligned(q),
             _expand_kv_heads(k, q.shape[2]),
             _expand_kv_heads(v, q.shape[2]),
-            None,
+            None,  # bias
             _aligned(out.contiguous()),  # the kernel does not read its row stride
-            None,
+            None,  # cu_seqlens of queries, and next of keys
             None,
             tile.rows,
             tile.columns,
             padded,
-            0.0,
+            0.0,  # dropout
             unused_rng_state,
             unused_rng_state,
             _mask_type(tile),
-            False,
+            False,  # no gradient of a bias
             scale=scale,
         )
         return dq, _group_sum(dk, k.shape[2]), _group_sum(dv, k.shape[2])

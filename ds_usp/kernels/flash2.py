@@ -27,7 +27,8 @@ _torch_backward = torch.ops.aten._flash_attention_backward
 
 
 class Flash2Kernel(VarlenKernel):
-    """Grouped heads, windows and bottom-right causal masks natively.
+    """Grouped heads, windows and bottom-right causal masks natively; shapes are those of
+    :class:`VarlenKernel`.
 
     The library takes a window bound of as many tokens as there are keys or more as none, which is
     right as long as there are no more queries than keys.
@@ -66,7 +67,13 @@ class Flash2Kernel(VarlenKernel):
 
 
 class _FlashAttnPackage:
-    """The ``flash-attn`` package (``flash-attn-4`` alone leaves a folder of its name)."""
+    """The ``flash-attn`` package (``flash-attn-4`` alone leaves a folder of its name). It has the
+    methods of :class:`_TorchFlash`; a soft cap of 0.0 is none.
+
+    Raises:
+        ImportError, AttributeError: it is not here, or in a version that lacks a function or
+            parameter.
+    """
 
     def __init__(self) -> None:
         import flash_attn
@@ -101,7 +108,7 @@ class _FlashAttnPackage:
             return_softmax=False,
         )
         # 2.6 returns its padded inputs too, between the output and these last three.
-        lse, _, _ = results[-3:]
+        lse, _dropout_mask, _rng_state = results[-3:]
         return results[0], lse
 
     def backward(
@@ -137,9 +144,9 @@ class _TorchFlash:
             k,
             v,
             *sizes,
-            0.0,
+            0.0,  # dropout
             tile.is_causal,
-            False,
+            False,  # return no dropout mask
             scale=scale,
             window_size_left=left,
             window_size_right=right,
@@ -160,9 +167,9 @@ class _TorchFlash:
         sizes = lengths or _equal_lengths(saved.q, saved.k)
         left, right = tile.window
         return _torch_backward(
-            *saved,
+            *saved,  # the operator's order is that of BackwardInputs
             *sizes,
-            0.0,
+            0.0,  # dropout
             tile.is_causal,
             rng,
             rng,
@@ -173,5 +180,5 @@ class _TorchFlash:
 
 
 def _equal_lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[None, None, int, int]:
-    """Instead of :class:`SeqLengths`, where every sample has the same."""
+    """The fields of :class:`SeqLengths` for a single tile, in which all samples have one length."""
     return None, None, q.shape[1], k.shape[1]

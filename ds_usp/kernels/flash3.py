@@ -19,7 +19,8 @@ _COMMON_ARGS = ("q", "k", "v", "softcap", *SeqLengths._fields)
 
 
 class Flash3Kernel(VarlenKernel):
-    """Grouped heads, windows and bottom-right causal masks natively."""
+    """Grouped heads, windows and bottom-right causal masks natively; shapes are those of
+    :class:`VarlenKernel`."""
 
     name = "flash3"
     caps = KernelCaps(

@@ -28,7 +28,8 @@ _LARGE_HEAD_DIMS = Version("4.0.0b36")
 
 
 class Flash4Kernel(VarlenKernel):
-    """Grouped heads, windows and bottom-right causal masks natively."""
+    """Grouped heads, windows and bottom-right causal masks natively; shapes are those of
+    :class:`VarlenKernel`."""
 
     name = "flash4"
     caps = KernelCaps(
@@ -83,8 +84,8 @@ class Flash4Kernel(VarlenKernel):
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
         dout, q, k, v, out, lse = saved
-        # Padded values get a padded gradient, which does not fit the caller's buffer: computed in
-        # a tensor of its own and copied.
+        # Padded values get a padded gradient, which does not fit the caller's buffer: the library
+        # writes it to a tensor of its own, whose first features are copied.
         dv_buffer, values = options.get("dv"), v.shape[-1]
         if pads := _pads_values(q, k, v):
             dout, v, out = (pad_features(x, k.shape[-1]) for x in (dout, v, out))
@@ -113,6 +114,8 @@ def _has_large_head_dims() -> bool:
 
 @lru_cache(maxsize=1024)
 def _mask_args(window: Bounds, scale: float) -> Mapping[str, Any]:
+    """Scale and mask as arguments of FlashAttention-4; None is no bound, where the libraries before
+    take -1 (``varlen.py``). Cached: a caller does not change it."""
     is_causal = window == (None, 0)
     left, right = (None, None) if is_causal else window
     return {

@@ -92,7 +92,9 @@ class OutputAccumulator:
         return out, lse
 
     def _write_result(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """``out`` and ``lse`` may be the first partial result, which covers all rows then."""
+        """Write what :meth:`result` returns, of partial results that are not merged yet.
+
+        ``out`` and ``lse`` may be the first of them, which covers all rows then."""
         in_place = out is self._partials[0][0] if self._partials else False
         for rows, spans in coverage_runs(tuple(self._spans), 0, self._q.shape[1]):
             if in_place and len(spans) == 1:  # it has these rows
@@ -116,6 +118,7 @@ class OutputAccumulator:
                 run_lse.copy_(partials[0][1])
 
     def _flush(self) -> None:
+        """Merge the partial results into the accumulators, which the first flush makes."""
         if self._accumulators is None:
             batch, tokens, heads, _ = self._shape
             dtype = _acc_dtype(self._q)
@@ -171,7 +174,8 @@ class GradAccumulator:
             self._flush()
 
     def result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The sum in a dtype, the shard's if None; zeros where nothing was added. Called once."""
+        """The sum in a dtype, the shard's if None; zeros where nothing was added. Called once: a
+        partial gradient's memory may hold it."""
         dtype = dtype or self._dtype
         if self._is_single() and (self._first_is_sum or _owns_storage(self._partials[0])):
             return self._partials[0].to(dtype)
@@ -190,7 +194,8 @@ class GradAccumulator:
         return first.dtype == dtype and first.stride(-1) == 1 and _owns_storage(first)
 
     def as_tensor_if_single(self) -> torch.Tensor | None:
-        """The sum in the shard's dtype if it is one tensor already; else None."""
+        """The one partial gradient that was added, if it covers the shard and has its dtype; else
+        None. It may be a view."""
         if self._first_is_sum or not self._is_single():
             return None
         return self._partials[0] if self._partials[0].dtype == self._dtype else None
@@ -200,8 +205,8 @@ class GradAccumulator:
         return len(self._partials) == 1 and self._partials[0].shape == self._shape
 
     def write(self, out: torch.Tensor, first: int = 0) -> None:
-        """Write the sum of the tokens from ``first`` on into ``out``, as many as it has, which may
-        be the first partial gradient."""
+        """Write the sum of the tokens from ``first`` on into ``out`` ``[B, tokens, heads, D]``, as
+        many as that has, rounded to its dtype. It may be the first partial gradient."""
         in_place = out is self._partials[0] if self._partials else False
         for rows, spans in coverage_runs(tuple(self._spans), first, first + out.shape[1]):
             if in_place and len(spans) == 1:  # it has these tokens
@@ -215,14 +220,15 @@ class GradAccumulator:
             _sum_into(run_out, partials)
 
     def transfer_to(self, start: int, target: GradAccumulator) -> None:
-        """Add the tokens from ``start`` on to another accumulator, as its first tokens: this one is
-        not read after that, whose memory may be written there."""
+        """Add the gradients of the tokens from ``start`` on to another accumulator, as those of its
+        first tokens. The target may sum into their memory: the caller reads this one no more."""
         for (first, last), partial in zip(self._spans, self._partials, strict=True):
             if last > start:
                 rest = partial if first >= start else partial[:, start - first :]
                 target.add(rest, [(max(first, start) - start, last - start)], defer=True)
 
     def _flush(self) -> None:
+        """Replace the partial gradients by their sum, in fp32 (fp64 for fp64)."""
         if self._first_is_sum:
             total, *partials = self._partials
             for (start, stop), partial in zip(self._spans[1:], partials, strict=True):
@@ -240,6 +246,7 @@ def _acc_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _owns_storage(x: torch.Tensor) -> bool:
+    # No view of a larger buffer, as of a staging buffer that is used again.
     return bool(x.untyped_storage().nbytes() == x.numel() * x.element_size())
 
 
@@ -283,8 +290,8 @@ def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
 def _merge_into(
     out: torch.Tensor, lse: torch.Tensor, partials: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Write the attention over several sets of keys from the output and lse over each; the first
-    may be ``out`` and ``lse``."""
+    """Write the attention over two to four sets of keys from the output and lse over each; the
+    first may be ``out`` and ``lse``."""
     triton = _fused_for(out, lse, *chain.from_iterable(partials)) if out.is_cuda else None
     if len(partials) == 2:
         merge = merge_rows if triton is None else triton.merge_fused

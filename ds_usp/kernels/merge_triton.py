@@ -23,7 +23,11 @@ def _arguments(
     tensors: Sequence[torch.Tensor], count: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
     """Return a launch's grid, integers and constants, for tensors ``[B, rows, H, D]``, of which the
-    first is the result, and log-sum-exps ``[B, H, rows]``; ``count``: a constant, unless it is 0.
+    first is the result, and log-sum-exps ``[B, H, rows]``. Integers are the numbers of rows and
+    features, and all strides but the last, tensor by tensor, as the kernels below name them.
+
+    Args:
+        count: partial results, the kernels' constant COUNT; 0: the kernel has none.
     """
     batch, rows, heads, dim = tensors[0].shape
     strides = chain.from_iterable([x.stride()[:-1] for x in tensors])
@@ -38,7 +42,8 @@ def _arguments(
 
 
 # Merges two partial attention results by their log-sum-exp. One program a block of rows of one head
-# of one sample. Results may be one of the inputs. Arguments after dim: strides.
+# of one sample. Results may be one of the inputs. Arguments after dim: strides. In the body a, b:
+# log-sum-exps of old and new.
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]
     out, lse, old, old_lse, new, new_lse,
@@ -97,7 +102,8 @@ def merge_fused(
     _LAUNCH_MERGE.launch_by_tensors((out, lse, old, old_lse, new, new_lse), 0, _arguments)
 
 
-# _merge of COUNT (3 or 4) partial results p with log-sum-exps l, in one pass.
+# _merge of COUNT (3 or 4) partial results p with log-sum-exps l, in one pass. Strides of batch, row
+# and head: pb, pr, ph of p; lb, lh of l. In the body a, b, c, d: log-sum-exps of the four.
 @triton.jit
 def _merge_of_four(  # type: ignore[no-untyped-def]
     out, lse, p0, l0, p1, l1, p2, l2, p3, l3,
@@ -153,7 +159,8 @@ def merge_up_to_4_fused(
     _LAUNCH_MERGE_OF_FOUR.launch_by_tensors((out, lse, *operands), len(partials), _arguments)
 
 
-# Sum of COUNT (1 or 2) tensors [batch, rows, heads, dim], added in the dtype ACC.
+# Sum of COUNT (1 or 2) tensors p [batch, rows, heads, dim], added in the dtype ACC. Their strides:
+# b of batch, r of row, h of head.
 @triton.jit
 def _sum_of_few(  # type: ignore[no-untyped-def]
     out, p0, p1,

@@ -9,7 +9,7 @@ import torch
 
 from ds_usp.errors import ConfigError
 
-Rotary = tuple[torch.Tensor, torch.Tensor]  # RotaryPositions is one, too
+Rotary = tuple[torch.Tensor, torch.Tensor]  # tables of cos and sin; not RotaryPositions
 
 # Of a chunk of tokens, where torch rotates in place by intermediate tensors.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**16, 2**22
@@ -62,6 +62,7 @@ def _rotate_in_place(
 def _check(
     tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, token_dim: int
 ) -> None:
+    """ConfigError for what :func:`apply_rotary` does not take."""
     if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[1] % 2 or not cos.shape[1]:
         raise ConfigError(
             f"cos {list(cos.shape)} and sin {list(sin.shape)} must both be [s, r] with an even r"
@@ -92,7 +93,8 @@ def _rotate(
 
     Args:
         dim: dim of the tokens.
-        dtype: in which it is computed; None: fp32, fp64 for fp64.
+        dtype: in which it is computed; None: fp32, fp64 for fp64. The result has that of ``x``.
+        transposed: multiply by the transpose, as gradients are: backward of what it is without.
     """
     dtype = dtype or torch.promote_types(x.dtype, torch.float32)
     shape = [len(cos) if i == dim else 1 for i in range(x.ndim - 1)]
@@ -219,7 +221,8 @@ def rotate_projected(
 
     Shapes:
         qkv: ``[s, b, g n D]`` as megatron-core has it: for each of g key/value heads its query
-        heads, its key and its value; the result is the same tensor, in a graph a new one.
+        heads, its key and its value; the result is the same tensor, but a new one in a graph and
+        where qkv is a view.
 
     Args:
         rotary: of the s tokens.
@@ -270,9 +273,10 @@ class RotationInPlace(torch.autograd.Function):
         heads: tuple[int, int, int] | None,
         transposed: bool,
     ) -> torch.Tensor:
-        """Rotate x.
+        """Rotate x, and return it.
 
         Args:
+            positions, inverse: the fields of :class:`RotaryPositions`, tensors that backward needs.
             heads: sizes of the dims into which all dims of x behind the tokens are viewed: KV heads
                 of all samples, heads for each of them, of which the last is not rotated, features;
                 None: x has heads and features.

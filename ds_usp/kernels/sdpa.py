@@ -48,7 +48,7 @@ class SdpaKernel(SingleTileKernel):
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            0.0,
+            0.0,  # dropout
             tile.is_causal,
             attn_mask=None if tile.is_full or tile.is_causal else _bias(tile, q),
             scale=scale,
@@ -64,7 +64,7 @@ class SdpaKernel(SingleTileKernel):
             v.transpose(1, 2),
             out.transpose(1, 2),
             lse,
-            0.0,
+            0.0,  # dropout
             tile.is_causal,
             attn_mask=None if tile.is_full or tile.is_causal else _bias(tile, q),
             scale=scale,

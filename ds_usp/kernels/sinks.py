@@ -19,11 +19,11 @@ _BLOCK_ELEMENTS = 1 << 24  # that are converted to fp32 at a time
 def apply_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over all keys and the sinks, from that over the keys; in place. Rows that
-    attend to no key get out 0 and the sink as log-sum-exp.
+    """The attention over all keys and the sinks, from that over the keys: ``out``, changed in
+    place, and a new log-sum-exp. Rows that attend to no key get out 0 and the sink as log-sum-exp.
 
     Shapes:
-        out ``[B, S, H, D]``, lse ``[B, H, S]``, sinks ``[H]``.
+        out ``[B, S, H, D]``, lse ``[B, H, S]``, sinks ``[H]``: those of the heads of out.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     weight = torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)
@@ -33,7 +33,8 @@ def apply_sinks(
 def sink_gradient(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the sinks ``[H]`` from these tokens, in the log-sum-exp's dtype.
+    """The gradient of the sinks ``[H]`` from these tokens, in the log-sum-exp's dtype: one summand
+    of the gradient, whose others are other ranks'.
 
     The sink's weight is ``p = exp(sink - lse)`` and its value 0, so its score's gradient, which is
     ``p * (dout . value - dout . out)``, is ``-p * (dout . out)``.

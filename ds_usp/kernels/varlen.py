@@ -40,11 +40,9 @@ Lengths = SeqLengths | None  # None: a single tile, tensors ``[B, S, heads, D]``
 
 
 class VarlenKernel(SingleTileKernel):
-    """Base of kernels whose library takes several tiles in one call, and a soft cap.
-
-    ``tile_forward`` and ``tile_backward`` take a call and its :class:`SeqLengths` instead of a
-    tile; tensors are ``[N, heads, D]`` then, and the log-sum-exp is ``[H, N]``.
-    """
+    """Base of kernels whose library takes several tiles in one call, and a soft cap. A kernel
+    implements :meth:`tile_forward` and :meth:`tile_backward`, which take a tile, or a call and its
+    :class:`SeqLengths`."""
 
     softcap = 0.0  # none
 
@@ -69,10 +67,12 @@ class VarlenKernel(SingleTileKernel):
     def tile_backward(
         self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> QKV:
-        """dq, dk and dv; shapes as in :meth:`tile_forward`."""
+        """dq, dk and dv, in the inputs' dtype; shapes as in :meth:`tile_forward`. Kernels with
+        ``caps.writes_grads_in_place`` also have ``grad_buffers``, without ``lengths``."""
         raise NotImplementedError
 
     def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:
+        """One varlen call for all tiles; the tensors are the rows and columns of the call."""
         q, k, v = qkv
         packed = _pack_call(call, q.shape[0], q.device, _current_stream(q))
         packed_qkv = (
@@ -90,6 +90,7 @@ class VarlenKernel(SingleTileKernel):
         return _unflatten_tokens(out, packed.rows, q), lse
 
     def multi_tile_backward(self, saved: BackwardInputs, call: KernelCall, scale: float) -> QKV:
+        """One varlen call for all tiles; the tensors are the rows and columns of the call."""
         dout, q, k, v, out, lse = saved
         packed = _pack_call(call, q.shape[0], q.device, _current_stream(q))
         lse = lse.transpose(0, 1).flatten(1)
@@ -117,9 +118,12 @@ class VarlenKernel(SingleTileKernel):
 class SignatureAdapter:
     """Calls a FlashAttention function by parameter name: one interface for its versions.
 
+    A call takes a tile or a :class:`KernelCall`, the scale, its :class:`SeqLengths` if it is a
+    varlen function, and other arguments by name; it returns what the function does.
+
     Args:
         function: a function, or an operator that torch made of one.
-        required: parameters that it must have besides those of the mask.
+        required: parameters that it must have besides those of scale and mask.
 
     Raises:
         ImportError: the function lacks some of them.
@@ -157,8 +161,10 @@ class SignatureAdapter:
     def gradients(
         self, saved: BackwardInputs, tile: TileOrCall, scale: float, lengths: Lengths, **kwargs: Any
     ) -> QKV:
-        """dq, dk and dv of a backward function, which writes them into buffers of its caller's."""
-        dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[1:4]]
+        """dq, dk and dv of a backward function, which has the parameters ``BACKWARD_ARGS`` and
+        writes its results into ``dq``, ``dk`` and ``dv``."""
+        inputs = saved.q, saved.k, saved.v
+        dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
         self(
             tile,
             scale,
@@ -182,7 +188,8 @@ class SignatureAdapter:
 def _mask_args(
     window: Bounds, scale: float, causal_name: str, window_pair: bool
 ) -> Mapping[str, Any]:
-    """Return scale and mask as arguments of FlashAttention-2 or -3; -1 is no bound."""
+    """Return scale and mask as arguments of FlashAttention-2 or -3, of which versions differ in two
+    parameters; -1 is no bound. Cached: a caller does not change it."""
     left, right = (-1 if bound is None else bound for bound in window)
     args: dict[str, Any] = {"softmax_scale": scale, causal_name: window == (None, 0)}
     if window_pair:
@@ -197,9 +204,9 @@ class _PackedCall(NamedTuple):
     """A call as one varlen call.
 
     Args:
-        lengths: of the documents that are packed.
-        rows, columns: index of the call's rows and columns (of all samples, one after the other)
-            that are in a tile; None: all are, in order.
+        lengths: of the tiles, sample after sample.
+        rows, columns: indices ``[N]`` of the call's rows and columns (of all samples, one after the
+            other) that are in a tile; None: all are, in order.
     """
 
     lengths: SeqLengths
@@ -208,7 +215,7 @@ class _PackedCall(NamedTuple):
 
 
 def _flatten_tokens(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    """``[B, T, heads, D]`` -> ``[N, heads, D]``."""
+    """The tokens of an index, ``[B, T, heads, D]`` -> ``[N, heads, D]``; None: all of them."""
     x = x.flatten(0, 1)
     return x if index is None else x.index_select(0, index)
 
@@ -216,7 +223,8 @@ def _flatten_tokens(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor
 def _unflatten_tokens(
     x: torch.Tensor, index: torch.Tensor | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """``[N, heads, D]`` -> ``[B, T, heads, D]``, zeros at tokens that are not in the index."""
+    """``[N, heads, D]`` -> ``[B, T, heads, D]``, B and T of ``like``; zeros at tokens that are not
+    in the index."""
     if index is not None:
         x = x.new_zeros(like.shape[:2].numel(), *x.shape[1:]).index_copy_(0, index, x)
     return x.unflatten(0, like.shape[:2])
@@ -229,7 +237,13 @@ def _current_stream(x: torch.Tensor) -> int:
 
 @lru_cache(maxsize=128)
 def _pack_call(call: KernelCall, batch: int, device: torch.device, stream: int) -> _PackedCall:
-    """Lengths and indices of a call's tiles, on the device; once for all layers of a model."""
+    """Lengths and indices of a call's tiles, on the device; once for all layers of a model.
+
+    Args:
+        batch: samples of the tensors.
+        stream: of :func:`_current_stream`; a part of the cache's key alone, as tensors that are
+            made on one stream may not be ready on another.
+    """
     samples = call.tiles * (batch if len(call.tiles) == 1 else 1)
     tiles = [(sample, tile) for sample, tiles in enumerate(samples) for tile in tiles]
     rows, columns = call.q_stop - call.q_start, call.k_stop - call.k_start
