@@ -81,7 +81,8 @@ class OpCall(NamedTuple):
 
 
 class OpResults(NamedTuple):
-    """The results of ``ds_usp::attention``, which an op returns as one list.
+    """The results of ``ds_usp::attention``, which an op returns as one list. Who changes them
+    changes the meta function, and "ops 6" in ``SequenceMesh.name``: torch keeps graphs on disk.
 
     Args:
         out, lse: ``[b, s, h, e]``, ``[b, h, s]``; the log-sum-exp with ``return_lse``, and without
@@ -107,8 +108,8 @@ class OpResults(NamedTuple):
 
 
 class OpArg(NamedTuple):
-    """One argument of an op after its tensors: the path of attributes from the call to the value,
-    the types that it may have; ``auto``: ``"auto"`` is None in the op."""
+    """One argument of an op after its tensors: the path of attributes from an :class:`OpCall` to
+    the value, the types that it may have; ``auto``: ``"auto"`` is None in the op."""
 
     name: str
     path: tuple[str, ...]
@@ -136,6 +137,9 @@ _layout = lru_cache(maxsize=1024)(TokenLayout)
 def flatten(part: type, path: tuple[str, ...] = ()) -> tuple[tuple[OpArg, ...], Callable[..., Any]]:
     """The plain values of a call or of a part of one, as arguments of an op, and what makes the
     part of an iterator over such values again (and of the mesh, whose degrees layouts have).
+
+    Args:
+        part: its class; ``path``: the attributes from the call to it.
 
     Raises:
         TypeError: a field that is no plain value: every call would break the graph.
@@ -222,26 +226,23 @@ class PlainLayout(NamedTuple):
 
 
 def plain_layout(
-    layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh, by_value: bool = False
+    layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh, lengths_in_tensor: bool = False
 ) -> PlainLayout | None:
     """The layout of ``x [b, s, h, d]``; None if it is of another mesh, or of documents.
 
     Args:
-        by_value: the op reads its length from a tensor: 0 here, as torch.compile guards what is
-            read of a shape.
+        lengths_in_tensor: the op takes lengths of layouts from ``seq_lens``: 0 here, as
+            torch.compile guards each length that is read.
     """
     if type(layout) is str:
         return PlainLayout(layout, x.shape[1] * mesh.sp_degree)
-    is_plain = (
-        type(layout) is TokenLayout
-        and not layout.documents
-        and layout.ulysses == mesh.ulysses_degree
-        and layout.ring == mesh.ring_degree
-        and layout.order == mesh.order
-    )
-    if is_plain and type(layout) is TokenLayout:
-        return PlainLayout(layout.kind, 0 if by_value else layout.seq_len)
-    return None
+    if type(layout) is not TokenLayout or layout.documents:
+        return None
+    if (layout.ulysses, layout.ring) != (mesh.ulysses_degree, mesh.ring_degree):
+        return None
+    if layout.order != mesh.order:
+        return None
+    return PlainLayout(layout.kind, 0 if lengths_in_tensor else layout.seq_len)
 
 
 def attention_values(
@@ -252,19 +253,19 @@ def attention_values(
     *,
     named: bool = True,
     prefix: str = "",
-    by_value: bool = False,
+    lengths_in_tensor: bool = False,
 ) -> list[Any] | None:
     """The plain values of a call that torch.compile traces; None, for a graph break, if the call
-    has documents (which differ from batch to batch) or arguments that are refused. ``by_value``: as
-    of :func:`plain_layout`."""
+    has documents (which differ from batch to batch) or arguments that are refused. Flags and prefix
+    are those of :class:`OpCall` and :func:`plain_layout`."""
     mesh, mask, scores = options.mesh, options.mask, options.scores
     if type(mesh) is not SequenceMesh or type(mask) is not MaskSpec:
         return None
     if type(scores) is not Scores or type(options.tuning) is not Tuning:
         return None
-    queries = keys = plain_layout(options.layout, q, mesh, by_value)
+    queries = keys = plain_layout(options.layout, q, mesh, lengths_in_tensor)
     if options.kv_layout is not None:
-        keys = plain_layout(options.kv_layout, k, mesh, by_value)
+        keys = plain_layout(options.kv_layout, k, mesh, lengths_in_tensor)
     if queries is None or keys is None or any(getattr(mask, name) for name in _MASK_TUPLES):
         return None
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -291,6 +292,7 @@ def _with_lengths(values: Sequence[Any], seq_lens: OptionalTensor) -> Sequence[A
 
 
 def _attention_call(values: Iterable[Any], sinks: OptionalTensor) -> OpCall:
+    """The call of an op's plain values and sinks, which require a gradient as the caller's do."""
     call: OpCall = attention_call(iter(values))
     if sinks is None:
         return call
@@ -302,8 +304,8 @@ def _attention_call(values: Iterable[Any], sinks: OptionalTensor) -> OpCall:
 def _plan_attention(
     call: OpCall, like: Sequence[torch.Tensor], shapes: Shapes
 ) -> tuple[Signature, AttentionPlan]:
-    """:func:`plan_call` of stand-ins for q, k and v: one element of each one's dtype and device,
-    expanded to the shape."""
+    """:func:`plan_call` of stand-ins for q, k and v, of these shapes: one element of each one's
+    dtype and device (``like``), expanded. The signature begins with the call's prefix."""
     with torch.set_grad_enabled(call.requires_grad or call.sinks_require_grad):
         q, k, v = (x.new_empty(()).expand(shape) for x, shape in zip(like, shapes, strict=True))
         signature, plan = plan_call(q.requires_grad_(call.requires_grad), k, v, call.options)
@@ -358,8 +360,8 @@ def attention(
     # A checkpoint's first run may be without gradients, and its second one asks for the rest.
     no_grad = {"requires_grad": False, "sinks_require_grad": False}
     key = "attention in a graph", *(_by_name(values) | no_grad).values()
-    run = call._replace(requires_grad=True)
-    results = results_or_replay(lambda: _attention(run, q, k, v, module), inputs, key, num_visible)
+    full = call._replace(requires_grad=True)
+    results = results_or_replay(lambda: _attention(full, q, k, v, module), inputs, key, num_visible)
     needs_backward = call.requires_grad or call.sinks_require_grad
     return list(results if needs_backward else results[:num_visible])
 
@@ -367,14 +369,15 @@ def attention(
 def _attention(
     call: OpCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, module: OptionalTensor
 ) -> list[torch.Tensor]:
-    """:func:`attention`, never replayed."""
+    """:func:`attention`, computed: never replayed."""
     mesh, save = call.options.mesh, call.requires_grad or call.sinks_require_grad
 
     def check() -> tuple[Signature, AttentionPlan]:
         if not call.named:  # when the op runs, as batches change after tracing
             check_default_layout(mesh, cast(TokenLayout, call.options.layout))
         signature, plan = _plan_attention(call, (q, k, v), (q.shape, k.shape, v.shape))
-        return Signature.of(signature, *_module_text(module)), plan
+        text = () if module is None else (module_text(int(module)),)
+        return Signature.of(signature, *text), plan
 
     sinks = call.options.scores.sinks
     plan = check_on_all_ranks(
@@ -458,8 +461,8 @@ def attention_backward(
         where sinks require a gradient, this rank's summand of it ``[h]``.
 
     Args:
-        saved: without Ulysses q, k, v, out and the log-sum-exp; else each chunk's. Both begin with
-            q. Last the call number.
+        saved: as :func:`_setup_attention` saves it: without Ulysses q, k, v, out and the
+            log-sum-exp, else each chunk's. Both begin with q. Last the call number.
         seq_lens: as of :func:`attention`.
         kv_length, kv_heads: t and g.
     """
@@ -480,14 +483,9 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(
-    dout: torch.Tensor,
-    saved: Any,
-    sinks: Any,
-    _: Any,
-    kv_length: int,
-    kv_heads: int,
-    *values: Any,
+    dout: torch.Tensor, saved: Any, sinks: Any, _: Any, kv_length: int, kv_heads: int, *values: Any
 ) -> list[torch.Tensor]:
+    """Meta function of :func:`attention_backward`: empty gradients of its shapes."""
     grads = [dout.new_empty(shape) for shape in _qkv_shapes(dout, saved, kv_length, kv_heads)]
     call_values = _by_name(values)
     if sinks is not None and call_values["sinks_require_grad"]:
@@ -498,6 +496,7 @@ def _(
 def _qkv_shapes(
     dout: torch.Tensor, saved: Sequence[torch.Tensor], kv_length: int, kv_heads: int
 ) -> Shapes:
+    """Shapes of q, k and v, from arguments of :func:`attention_backward`."""
     batch, dim = dout.shape[0], saved[0].shape[3]
     keys = (batch, kv_length, kv_heads)
     return (*dout.shape[:3], dim), (*keys, dim), (*keys, dout.shape[3])
@@ -506,7 +505,8 @@ def _qkv_shapes(
 def _exchanged(
     exchange: HeadAllToAll, tensors: Sequence[torch.Tensor], mesh: SequenceMesh
 ) -> list[torch.Tensor]:
-    """Empty tensors of the shapes that these ``[b, s, h, d]`` have after their exchange."""
+    """Empty tensors of the shapes that these ``[b, s, h, d]`` have after their exchange: all tokens
+    of the ring rank, this rank's heads."""
     return [
         x.new_empty(x.shape[0], layout.ring_length(mesh.ring_rank), width, x.shape[3])
         for layout, width, x in zip(exchange.layouts, exchange.local_heads, tensors, strict=True)
@@ -546,6 +546,7 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tenso
 
 
 def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, ...]:
+    """Gradients of all arguments of :func:`attention`, from those of its results."""
     call_values = _by_name(ctx.values)
     consistency = MESH_REGISTRY.lookup(call_values["mesh"]).consistency
     with consistency.raising_everywhere():
@@ -558,10 +559,6 @@ def _backward_of_attention(ctx: Any, grads: list[OptionalTensor]) -> tuple[Any, 
 
 
 attention.register_autograd(_backward_of_attention, setup_context=_setup_attention)
-
-
-def _module_text(number: OptionalTensor) -> tuple[str, ...]:
-    return () if number is None else (module_text(int(number)),)
 
 
 def traced_attention(
@@ -585,7 +582,7 @@ def traced_attention(
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad and options.mesh.ulysses_degree > 1:
         seq_lens = None
-    values = attention_values(q, k, v, options, by_value=seq_lens is not None, **caller)
+    values = attention_values(q, k, v, options, lengths_in_tensor=seq_lens is not None, **caller)
     if values is None:
         return None
     out, *others = attention(q, k, v, options.scores.sinks, module, seq_lens, *values)

@@ -1,4 +1,8 @@
-"""``usp_attention``, ``usp_joint_attention``: differentiable attention over a mesh of ranks."""
+"""``usp_attention``, ``usp_joint_attention``: differentiable attention over a mesh of ranks.
+
+Letters of the shapes: b batch, s tokens of this rank, S tokens of its ring rank, t of this rank's
+keys, h query heads, g key/value heads; d head dim, e that of values and outputs.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class SeqAllToAll(torch.autograd.Function):
-    """A head exchange, sequence to heads or back; its backward is the reverse exchange."""
+    """:func:`head_exchange` of several Ulysses ranks; its backward is the reverse exchange."""
 
     @staticmethod
     def forward(
@@ -52,9 +56,9 @@ class SeqAllToAll(torch.autograd.Function):
         ctx.exchange, ctx.to_heads, ctx.call_number = exchange, to_heads, call_number
         if to_heads:
             return tuple(x.contiguous() for x in exchange.to_heads(tensors))
-        places = exchange.alloc_outputs(tensors)
-        exchange.to_sequence(tensors, places)
-        return places
+        outs = exchange.alloc_outputs(tensors)
+        exchange.to_sequence(tensors, outs)
+        return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -79,7 +83,10 @@ class UnifiedAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Shapes as of :class:`ForwardPass`; ``grad_enabled``: the caller's grad mode, off here."""
+        """q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks ``[h]`` -> the output
+        ``[b, s, h, e]`` and, if the plan returns it, the log-sum-exp ``[b, h, s]``. Collective,
+        right after the ranks have compared the call (``check_on_all_ranks``). ``mesh``: the plan's,
+        which refers to it weakly; ``grad_enabled``: the caller's grad mode, off here."""
         save = grad_enabled and any(ctx.needs_input_grad)
         run = ForwardPass(plan, sinks, (q, k, v), save=save)
         run.execute(plan.forward)
@@ -102,7 +109,7 @@ class UnifiedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[Any, ...]:
         plan: AttentionPlan = ctx.plan
         consistency = ctx.mesh.consistency
-        consistency.ranks_know = False  # raising_everywhere(), without calls in each pass
+        consistency.ranks_know = False  # as raising_everywhere() does, in less of the host's time
         try:
             refuse_second_derivative("attention", UnsupportedAttentionError)
             # May recompute, which is compared, or raise: before this rank says that it is ready.
@@ -122,11 +129,15 @@ class UnifiedAttention(torch.autograd.Function):
 def head_exchange(
     exchange: HeadAllToAll, to_heads: bool, call_number: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Differentiable head exchange; with one Ulysses rank the tensors themselves.
+    """Differentiable head exchange; with one Ulysses rank the tensors themselves. Collective over
+    the Ulysses ranks, forward and backward.
 
     Args:
-        to_heads: sequence to heads, or back.
-        call_number: of the call it is part of, which the ranks compare in its backward pass.
+        exchange: of as many tensors, in their order.
+        to_heads: all heads of this rank's tokens to its heads of all tokens of the ring rank,
+            ``[b, s, h, d]`` -> ``[b, S, heads of this rank, d]``; else back.
+        call_number: ``consistency.number`` of the call it is part of, which the ranks compare in
+            its backward pass.
     """
     if exchange.mesh.ulysses_degree == 1:
         return tensors
@@ -146,7 +157,8 @@ def cast_by_autocast(*tensors: Any, only_mixed: bool = False) -> tuple[Any, ...]
     but fp64 in its dtype.
 
     Args:
-        only_mixed: those of one dtype stay as they are, for a local attention that is called.
+        only_mixed: tensors of one dtype stay as they are: for a local attention that is called, and
+            runs under autocast itself.
     """
     if not torch._C._is_any_autocast_enabled():  # 0.1 us of each call
         return tensors
@@ -292,12 +304,13 @@ def usp_attention(
 def _usp_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`usp_attention` outside of graphs: computed, or replayed under ``keep_attention``."""
     # An argument that is no Scores is refused with the others, on every rank.
     scores = options.scores if isinstance(options.scores, Scores) else PLAIN_SCORES
     inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
     if current_run() is not None:  # under keep_attention
         comparable = {"mesh": same_ranks(options.mesh), "scores": scores.static_values}
-        key = options._asdict() | comparable
+        key = options._asdict() | comparable  # must be equal in both runs of the checkpoint
         outputs = compute_or_replay(partial(_attend, options, True), inputs, key)
     else:
         outputs = _attend(options, False, *inputs)
@@ -307,8 +320,9 @@ def _usp_attention(
 def _attend(
     options: AttentionOptions, recomputed: bool, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The output, and the log-sum-exp if it is asked for, of q, k, v and sinks: those of the
-    options, or what replaces them. ``recomputed``: as of :func:`plan_call`."""
+    """The output, and the log-sum-exp if it is asked for, of q, k, v and, if the options have any,
+    sinks: theirs, or ``keep_attention``'s stand-in. ``recomputed``: q, k and v will be computed
+    again for backward."""
     q, k, v, *sinks = inputs
     if sinks:
         options = options._replace(scores=replace(options.scores, sinks=sinks[0]))
@@ -401,7 +415,7 @@ def usp_joint_attention(
         return Signature((str(combined), str(added)), lengths), combined
 
     combined = check_on_all_ranks(mesh, check, q, layout)
-    call = mesh.consistency.number
+    call_number = mesh.consistency.number  # of this comparison; usp_attention makes its own
     joint_layout, _ = combined.layouts
     pieces = [
         (joint_layout.shard(joint_x, 1, mesh.rank), x)
@@ -412,12 +426,13 @@ def usp_joint_attention(
         mesh, combined, mask, softmax_scale, dropout_p, kernel, False, tuning, scores
     )
     out: torch.Tensor = usp_attention(*joined, **options._asdict())
-    lengths = [pair.shape[1] for pair in (pieces[0] if joint_front else pieces[0][::-1])]
+    lengths = [piece.shape[1] for piece in (pieces[0] if joint_front else pieces[0][::-1])]
     outs = out.split(lengths, dim=1)
     joint_out, main = outs if joint_front else outs[::-1]
+    # Every rank takes every head: an all-gather, whose backward sums the ranks' gradients.
     every_head = ((0, out.shape[2]),) * mesh.sp_degree
     gather = HeadAllToAll(mesh.flat(), (ConcatenatedShards.of(joint_layout),), (every_head,))
-    (joint_shards,) = head_exchange(gather, True, call, joint_out)
+    (joint_shards,) = head_exchange(gather, True, call_number, joint_out)
     lengths = [joint_layout.length(rank) for rank in range(mesh.sp_degree)]
     return main, joint_layout.gather(joint_shards.split(lengths, dim=1), 1)
 

@@ -15,6 +15,7 @@ import torch
 
 from ds_usp.comm.channel import (
     Channel,
+    HeadShapes,
     RecvSpec,
     SendSlice,
     StagingBuffer,
@@ -47,9 +48,9 @@ class KVTransfer(NamedTuple):
     """One exchange of KV and the one of its gradients, in rows (tokens) of the buffers.
 
     Attributes:
-        step: number of the ring step.
+        step: index of the ring step.
         num_tokens: of the received block.
-        sends, recvs: of KV.
+        sends, recvs: of KV; tokens of this rank among them, the last ones, are copied.
         num_remote_tokens: tokens of the block whose gradients are sent; this rank's own come last.
         grad_sends, grad_recvs: of gradients.
         grad_spans: for each of ``grad_recvs``, which tokens of this rank's KV have these gradients.
@@ -68,7 +69,8 @@ class KVTransfer(NamedTuple):
 
 
 def kv_transfers(steps: Sequence[RingStep], rank: int) -> tuple[KVTransfer, ...]:
-    """The exchanges of ring steps, on one ring rank."""
+    """The exchanges of a pass's ring steps on one ring rank: one for each step that is not local,
+    equally many on every rank of the ring."""
     transfers = []
     for index, step in enumerate(steps):
         if step.is_local:
@@ -76,22 +78,23 @@ def kv_transfers(steps: Sequence[RingStep], rank: int) -> tuple[KVTransfer, ...]
         remote = _rows([x for x in step.kv_ranges if x.rank != rank])
         transfers.append(
             KVTransfer(
-                index,
-                step.num_kv_tokens,
-                tuple(SendSlice(*sent) for sent in step.send_ranges),
-                _rows(step.kv_ranges, [x.start for x in step.kv_ranges]),
-                remote[-1].stop if remote else 0,
-                tuple(SendSlice(*rows[:3]) for rows in remote),
-                _rows(step.send_ranges, step.peer_offsets),
-                tuple((sent.start, sent.stop) for sent in step.send_ranges),
-                step.num_sent_tokens,
+                step=index,
+                num_tokens=step.num_kv_tokens,
+                sends=tuple(SendSlice(x.rank, x.start, x.stop) for x in step.send_ranges),
+                recvs=_rows(step.kv_ranges, [x.start for x in step.kv_ranges]),
+                num_remote_tokens=remote[-1].stop if remote else 0,
+                grad_sends=tuple(SendSlice(x.rank, x.start, x.stop) for x in remote),
+                grad_recvs=_rows(step.send_ranges, step.peer_offsets),
+                grad_spans=tuple((x.start, x.stop) for x in step.send_ranges),
+                num_grad_tokens=step.num_sent_tokens,
             )
         )
     return tuple(transfers)
 
 
 def _rows(ranges: Sequence[TokenRange], offsets: Sequence[int] = ()) -> tuple[RecvRows, ...]:
-    """Token ranges as rows of a buffer in which they lie one after the other."""
+    """Token ranges as rows of a buffer in which they lie one after the other; ``offsets``: of each
+    in what its rank has packed, empty where nobody reads them."""
     stops = list(accumulate(x.length for x in ranges))
     return tuple(
         RecvRows(x.rank, stop - x.length, stop, offset)
@@ -113,7 +116,7 @@ class KVExchange:
         self, channel: Channel, transfers: Sequence[KVTransfer], k: torch.Tensor, v: torch.Tensor
     ) -> None:
         self.channel, self._transfers = channel, transfers
-        self._shapes, self._row = _head_shapes(k, v)
+        self._shapes, self._row = _head_shapes(k, v)  # a row is [B, G D + G E]
         self._buffers = [
             k.new_empty(max([x.num_tokens for x in transfers[i::2]]), *self._row)
             for i in range(min(2, len(transfers)))
@@ -135,7 +138,7 @@ class KVExchange:
         return staging.tensor
 
     def post(self, number: int, packed: torch.Tensor, *, overlapped: bool) -> None:
-        """Other ranks receive their blocks from ``packed``."""
+        """Start an exchange: this rank receives its block, other ranks theirs from ``packed``."""
         transfer = self._transfers[number]
         self._block = block = self._buffers[number % 2]
         if len(block) > transfer.num_tokens:
@@ -195,15 +198,15 @@ class KVGradExchange:
         self._staged: StagingBuffer | None = None  # acquired already
 
     def staging_views(self, number: int) -> KV:
-        """The staging buffer of an exchange, for a kernel to write the gradients of its whole
+        """The staging buffer of the next exchange, for a kernel to write the gradients of its whole
         block: this rank's own come last, and stay there until they are summed."""
         self._staged = self._acquire_staging(self._transfers[number].num_tokens)
         dk, dv = self._staged.views(self._shapes, tokens_first=True)
         return dk, dv
 
     def post(self, number: int, grads: KVGrads, *, overlapped: bool = True) -> None:
-        """Send the gradients of a received block, and receive those of KV that this rank has
-        sent."""
+        """Send the gradients of a received block, ``grads``, which nobody reads after that, and
+        receive those of KV that this rank has sent."""
         transfer, self._in_flight = self._transfers[number], number
         if self._buffer_each:
             tokens = transfer.num_grad_tokens
@@ -226,7 +229,7 @@ class KVGradExchange:
         self.channel.post(staging.tensor, transfer.grad_sends, recvs, overlapped=overlapped)
 
     def wait(self) -> None:
-        """Wait for the exchange in flight and sum what was received."""
+        """Wait for the exchange in flight and add what was received to the targets."""
         self.channel.wait()
         transfer = self._transfers[self._in_flight]
         grads = split_features(self._buffer, self._shapes, tokens_first=True)
@@ -270,13 +273,11 @@ def _recvs(buffer: torch.Tensor, packed: torch.Tensor, rows: Sequence[RecvRows])
     row, recvs = packed.stride(0), []  # it is dense
     for rank, start, stop, offset in rows:
         view = StridedView(((stop - start) * row,), (1,), start * row)
-        recvs.append(RecvSpec(rank, buffer, offset * row, 0, view))
+        recvs.append(RecvSpec(rank, buffer, offset * row, view=view))
     return recvs
 
 
-def _head_shapes(
-    k: torch.Tensor, v: torch.Tensor
-) -> tuple[tuple[tuple[int, int], tuple[int, int]], tuple[int, int]]:
+def _head_shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[HeadShapes, tuple[int, int]]:
     """Heads and head dims of keys and of values; samples, and elements of a token of both."""
     (batch, _, heads, dim), (_, _, value_heads, value_dim) = k.shape, v.shape
     features = heads * dim + value_heads * value_dim

@@ -74,10 +74,8 @@ def detect_local_attention(module: Any) -> LocalAttention | None:
     """
     for cls in type(module).__mro__:
         detector = _DETECTORS.get((cls.__module__.split(".")[0], cls.__name__))
-        own_forward = getattr(cls, "forward", None)
-        if (
-            detector is not None and type(module).forward is own_forward
-        ):  # else it computes something different
+        known_forward = getattr(cls, "forward", None)  # a subclass may have another one
+        if detector is not None and type(module).forward is known_forward:
             megatron = cls.__module__.split(".")[0] == "megatron"
             return replace(detector(module), true_means_masked=megatron)
     return None
@@ -85,10 +83,11 @@ def detect_local_attention(module: Any) -> LocalAttention | None:
 
 def read_attributes(module: Any) -> list[object]:
     """The attributes that decide what a local attention computes; None for those it does not have.
-    Cheap enough for each call: one that changes after the first call counts from then on."""
-    own: Mapping[str, Any] = getattr(module, "__dict__", {})
-    values = [own.get(name) for name in _READ]
-    modules = own.get("_modules", {})
+    Cheap enough for each call: one that changes after the first call counts from then on. What a
+    detector below reads is in ``_READ`` and ``_READ_INSIDE``."""
+    attributes: Mapping[str, Any] = getattr(module, "__dict__", {})
+    values = [attributes.get(name) for name in _READ]
+    modules = attributes.get("_modules", {})
     return values + [getattr(modules[x], name, None) for x, name in _READ_INSIDE if x in modules]
 
 
@@ -99,7 +98,8 @@ def resolve_ring_attention(
     softmax_scale: float | None,
     dropout_p: float | None,
 ) -> LocalAttention:
-    """Decide what a ring computes instead of a module: what was detected, or the user's arguments.
+    """Decide what a ring computes instead of a module: what was detected, or the user's arguments
+    (None: not given), which :func:`check_overrides` has passed.
 
     Raises:
         UnsupportedAttentionError: an unknown module without enough arguments, or with parameters;
@@ -128,13 +128,13 @@ def resolve_ring_attention(
         )
     if isinstance(module, torch.nn.Module):
         _check_unknown_module(module, mask, dropout_p)
-    own_scale = getattr(module, "softmax_scale", None)
-    if softmax_scale is None and isinstance(own_scale, float):
-        softmax_scale = own_scale
-    elif isinstance(own_scale, float) and own_scale != softmax_scale:
+    module_scale = getattr(module, "softmax_scale", None)
+    if softmax_scale is None and isinstance(module_scale, float):
+        softmax_scale = module_scale
+    elif isinstance(module_scale, float) and module_scale != softmax_scale:
         raise ConfigError(
             f"softmax_scale={softmax_scale} was given, but the local attention has softmax_scale="
-            f"{own_scale}. Leave softmax_scale out, or change the local attention"
+            f"{module_scale}. Leave softmax_scale out, or change the local attention"
         )
     return LocalAttention(mask, softmax_scale, dropout_p)
 
@@ -184,7 +184,8 @@ def check_overrides(
     softmax_scale: float | None,
     dropout_p: float | None,
 ) -> None:
-    """Check that the arguments for a detected local attention are what it computes.
+    """Check that a user's arguments (None: not given) are what a local attention computes, where it
+    was detected, and that they are valid at all.
 
     Raises:
         ConfigError: they are not, and the result would depend on the degrees; or documents, which
@@ -215,11 +216,9 @@ def check_overrides(
 def _flash_self_attention(module: Any) -> LocalAttention:
     """``FlashSelfAttention`` of Megatron-DeepSpeed and of flash-attn: a window of -1 is an open
     side, and ``causal`` bounds the right side at 0."""
-    right = 0 if module.causal else None
-    left, window_right = getattr(module, "window_size", (-1, -1))
-    mask = MaskSpec(None if left < 0 else left, right if window_right < 0 else window_right)
-    if module.causal:
-        mask = MaskSpec(mask.left, 0)
+    bounds = getattr(module, "window_size", (-1, -1))
+    left, right = (None if bound < 0 else bound for bound in bounds)
+    mask = MaskSpec(left, 0 if module.causal else right)
     dropout = getattr(module, "drop", None)
     dropout_p = module.dropout_p if dropout is None else dropout.p
     return LocalAttention(mask, module.softmax_scale, float(dropout_p))
@@ -294,8 +293,11 @@ class FrameworkArgumentChecks:
     """Refuses every argument that would change the result; accepts those that agree with the
     ring.
 
+    Args:
+        attention: what the ring computes; ``readings``: the mesh's, which keep a mask's comparison.
+
     Attributes:
-        attributes: :func:`read_attributes` of the local attention, as ``attention`` follows them.
+        attributes: :func:`read_attributes` when ``attention`` was read: others make it stale.
     """
 
     def __init__(
@@ -306,7 +308,8 @@ class FrameworkArgumentChecks:
     def check(
         self, seq_len: int, head_dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Signature:
-        """Check one call's extra arguments; returns their part of the call signature.
+        """Check one call's extra arguments; returns their part of the call signature. One given by
+        position is taken for a mask. ``seq_len``: of the whole sequence.
 
         Raises:
             UnsupportedAttentionError: an argument that the ring cannot honour.
@@ -365,12 +368,12 @@ class FrameworkArgumentChecks:
             return False  # a dense mask would have to contain documents
         rows = max(1, _COMPARE_BLOCK // seq_len)  # row blocks: masks are large
         blocks_agree = [
-            self._is_per_row(mask[..., start : start + rows, :], start)
+            self._rows_agree(mask[..., start : start + rows, :], start)
             for start in range(0, seq_len, rows)
         ]
         return bool(torch.stack(blocks_agree).all())  # waits for a GPU once
 
-    def _is_per_row(self, mask: torch.Tensor, start: int) -> torch.Tensor:
+    def _rows_agree(self, mask: torch.Tensor, start: int) -> torch.Tensor:
         """Whether rows of a dense mask ``[..., rows, tokens]``, bool or additive, from global
         position ``start`` on hide exactly what the ring's window and prefix hide. An additive mask
         must also be 0 where it hides nothing. A bool of no dims, on the mask's device."""

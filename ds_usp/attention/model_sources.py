@@ -20,7 +20,8 @@ _WHEN_COUNTED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 
 
 def counts_tokens(module: nn.Module) -> bool:
-    """Whether an attention module makes positions of its own from the number of its tokens."""
+    """Whether an attention module makes positions of its own from the number of its tokens, which
+    are wrong where it has a shard."""
     kind: Any = type(module)
     if not hasattr(module, "layer_idx") or "arange(" not in source_of_forward(kind):
         return False

@@ -63,22 +63,21 @@ class CallArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class DropInPlan:
-    """The validated plan of one drop-in call: the order of its dims, and its exchanges or ring
-    plan."""
+    """The validated plan of one drop-in call.
+
+    Args:
+        batch_second: the tensors are ``[s, b, h, d]``, else ``[b, s, h, d]``.
+        args: what the local attention is called with behind q, k and v.
+        rotary: cos and sin ``[tokens, r]``, of this rank's tokens with ``attention``, else of all.
+        call: the exchanges around a local attention, or what computes it over the mesh.
+        attention: what is computed over the mesh; None where the local attention is called.
+    """
 
     batch_second: bool
-    layout: TokenLayout
     args: tuple[Any, ...]
     rotary: Rotary | None
     call: AttentionPlan | ChunkExchanges
     attention: LocalAttention | None
-
-
-def exchange_heads(
-    traffic: ChunkExchanges, call: int, to_heads: bool, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Exchange q, k and v to heads, or the output back to the sequence."""
-    return head_exchange(traffic.qkv if to_heads else traffic.out, to_heads, call, *tensors)
 
 
 def batch_dim_text(dim: object) -> str:
@@ -299,6 +298,8 @@ class USPAttention(torch.nn.Module):
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor:
+        """:meth:`forward` outside of graphs: computed, or replayed under ``keep_attention``."""
+
         def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
             return (self._run_checked(q, k, v, arguments),)
 
@@ -317,7 +318,8 @@ class USPAttention(torch.nn.Module):
         return cast_by_autocast(q, k, v, only_mixed=called)
 
     def _computed(self, arguments: CallArguments) -> dict[str, object]:
-        """Return all that decides what a call computes; a module that is made anew has the same."""
+        """Return all that decides what a call computes, each setting too, which ``keep_attention``
+        compares in both runs. The second one may have made the module anew."""
         dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
         names = "_overrides", "_layout", "_names_layout", "_batch_dim_required"
         settings = {
@@ -335,7 +337,7 @@ class USPAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Check a call on all ranks, then compute it, in the order of dims of the query."""
 
-        shared_tensors: dict[str, torch.Tensor] = {}
+        shared_tensors: dict[str, torch.Tensor] = {}  # filled by check, then compared
 
         def check() -> tuple[Signature, DropInPlan]:
             signature, plan = self._plan(query, key, value, arguments)
@@ -346,10 +348,10 @@ class USPAttention(torch.nn.Module):
             return signature, plan
 
         plan = check_on_all_ranks(self.mesh, check, query, self._layout, shared_tensors)
-        call = self.mesh.consistency.number
+        call_number = self.mesh.consistency.number
         q, k, v = (x.transpose(0, 1) if plan.batch_second else x for x in (query, key, value))
         if isinstance(plan.call, ChunkExchanges):
-            q, k, v = exchange_heads(plan.call, call, True, q, k, v)
+            q, k, v = head_exchange(plan.call.qkv, True, call_number, q, k, v)
             # The caller's code may run out of memory here, or return another dtype, on one rank;
             # the others must not wait for it in the exchange that follows.
             consistency, arguments = self.mesh.consistency, arguments._replace(args=plan.args)
@@ -357,7 +359,7 @@ class USPAttention(torch.nn.Module):
                 out, flat = self._attend_locally(q, k, v, plan.batch_second, plan.rotary, arguments)
                 text = returned_text(out)
             consistency.check_part(text, wait=out.device.type == "cpu")
-            (out,) = exchange_heads(plan.call, call, False, out)
+            (out,) = head_exchange(plan.call.out, False, call_number, out)
             out = out.flatten(2) if flat else out
         else:
             out = self._ring(q, k, v, plan)
@@ -366,6 +368,8 @@ class USPAttention(torch.nn.Module):
     def _plan(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> tuple[Signature, DropInPlan]:
+        """Check a call on this rank and plan it; nothing is sent. Where attributes of the local
+        attention have changed, reads it again first."""
         batch_dim_idx, rotary, documents, args, kwargs = arguments
         if batch_dim_idx is None and self._batch_dim_required:
             raise ConfigError(
@@ -389,7 +393,7 @@ class USPAttention(torch.nn.Module):
         q, k, v = (x.transpose(0, 1) if batch_second else x for x in (query, key, value))
         tensors = check_tensors(q, k, v)
         signature: list[Signature | str] = [batch_dim_text(batch_dim_idx)]
-        layout = self._layout_of(q)
+        layout = token_layout(self._layout, q, self.mesh)
         if not self._names_layout:
             check_default_layout(self.mesh, layout)
         framework = self._framework
@@ -409,7 +413,8 @@ class USPAttention(torch.nn.Module):
             warn_not_called(self.local_attn, framework.attention, "with documents=")
         call: AttentionPlan | ChunkExchanges
         if framework is None:
-            text, call = plan_local_attention(q, k, self.mesh, layout, self._layout_of(k))
+            kv_layout = token_layout(self._layout, k, self.mesh)
+            text, call = plan_local_attention(q, k, self.mesh, layout, kv_layout)
             signature += [tensors, text]
         else:
             signature.append(framework.check(layout.seq_len, q.shape[3], args, kwargs))
@@ -417,9 +422,8 @@ class USPAttention(torch.nn.Module):
             text, call = plan_call(q, k, v, options, recomputed=is_saving())
             signature.append(text)
         attention = None if framework is None else framework.attention
-        return Signature.of(*signature, self._text), DropInPlan(
-            batch_second, layout, args, rotary, call, attention
-        )
+        plan = DropInPlan(batch_second, args, rotary, call, attention)
+        return Signature.of(*signature, self._text), plan
 
     def _resolve_local_attention(self) -> LocalAttention:
         detected = detect_local_attention(self.local_attn)
@@ -451,9 +455,6 @@ class USPAttention(torch.nn.Module):
             kv_layout=self._layout,
         )
 
-    def _layout_of(self, x: torch.Tensor) -> TokenLayout:
-        return token_layout(self._layout, x, self.mesh)
-
     def _attend_locally(
         self,
         q: torch.Tensor,
@@ -463,8 +464,9 @@ class USPAttention(torch.nn.Module):
         rotary: Rotary | None,
         arguments: CallArguments,
     ) -> tuple[torch.Tensor, bool]:
-        """Call the local attention without a ring, as DeepSpeed does between two exchanges. Returns
-        the output ``[b, s, h, e]``, and whether ``h * e`` was one dim of it."""
+        """Call the local attention without a ring, as DeepSpeed does between two exchanges, of all
+        tokens of this rank's heads. Returns the output ``[b, s, h, e]``, and whether ``h * e`` was
+        one dim of it."""
         if rotary is not None:
             q, k = apply_rotary((q, k), *rotary, token_dim=1)
         heads, want = q.shape[2], q.shape[:3]
@@ -484,6 +486,7 @@ class USPAttention(torch.nn.Module):
     def _ring(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan
     ) -> torch.Tensor:
+        """Compute over the mesh what the local attention would, of this rank's tokens."""
         if plan.rotary is not None:
             q, k = apply_rotary((q, k), *plan.rotary, token_dim=1)
         call, attention = cast(AttentionPlan, plan.call), cast(LocalAttention, plan.attention)
@@ -493,8 +496,8 @@ class USPAttention(torch.nn.Module):
 
 
 def _wait_for_stream(stream: Any, *tensors: torch.Tensor) -> None:
-    """Let the current stream wait for another one (None: nothing), and that one for the tensors'
-    gradients."""
+    """Let the current stream wait for another one (None: nothing), and in backward the other one
+    for the current one, once that has a tensor's gradient."""
     if stream is None or tensors[0].device.type == "cpu":
         return
     device = torch.get_device_module(tensors[0].device)

@@ -9,9 +9,9 @@ Forward is an online softmax over KV blocks as in Ring Attention (arXiv 2310.018
 from the final log-sum-exp, which makes every KV block independent (FlashAttention-2, arXiv
 2307.08691).
 
-Letters of the shapes: b batch, s tokens of this rank, S tokens of its ring rank, h query heads, g
-key/value heads, of all ranks (in the arguments) or of one chunk on one rank; d head dim, e that of
-values and outputs.
+Letters of the shapes: b batch, s tokens of this rank, S tokens of its ring rank, t and T those of
+keys, h query heads, g key/value heads, of all ranks (in the arguments) or of one chunk on one rank;
+d head dim, e that of values and outputs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from ds_usp.attention.kv_exchange import (
-    KV,
-    KVExchange,
-    KVGradExchange,
-    KVGrads,
-)
+from ds_usp.attention.kv_exchange import KV, KVExchange, KVGradExchange, KVGrads
 from ds_usp.attention.plan import AttentionPlan, SavedChunk
 from ds_usp.comm.channel import Channel, PendingExchange
 from ds_usp.comm.packing import PreallocatedSend
@@ -49,7 +44,8 @@ class ChunkState:
     """State of one head chunk in a pass.
 
     Attributes:
-        exchange: its all-to-all in flight, later its return.
+        exchanges, ring, steps, transfers: of the plan, in this pass.
+        pending: its all-to-all in flight, later its return.
         channels: of its ring exchanges, which may be in flight.
         step: number of the ring step that is computed.
         kv: keys and values of that step.
@@ -65,7 +61,7 @@ class ChunkState:
         self.transfers = ring.backward_transfers if backward else ring.forward_transfers
         self.channels: list[Channel] = []
 
-    exchange: PendingExchange = DONE
+    pending: PendingExchange = DONE
     step: int = -1
     kv: KV = NO_KV
     local_kv: KV = NO_KV
@@ -104,8 +100,8 @@ ChunkT = TypeVar("ChunkT", bound=ChunkState)
 # Note [what is freed when]
 #
 #   instruction             a chunk takes                   and lets go
-#   A2A_POST                exchange: what is sent
-#   A2A_WAIT, SLICE_HEADS   local_kv, q, accumulator        exchange
+#   A2A_POST                pending: what is sent
+#   A2A_WAIT, SLICE_HEADS   local_kv, q, accumulator        pending
 #                backward   dout, dq, dkv; if not yet here
 #                           local_kv and saved
 #   RETURN_STAGE            staging
@@ -116,10 +112,10 @@ ChunkT = TypeVar("ChunkT", bound=ChunkState)
 #                           wrote to its buffer before
 #   END                     result                          q, accumulator, all of KV
 #                backward                                   dout, saved, step_grads, all of KV
-#   RETURN_POST, LSE_POST   exchange                        result, at the last of the two
-#                backward   exchange                        dq, dkv, staging, grad_exchange
+#   RETURN_POST, LSE_POST   pending                         result, at the last of the two
+#                backward   pending                         dq, dkv, staging, grad_exchange
 #   STORE                                                   as RETURN_POST
-#   RETURN_WAIT, LSE_WAIT                                   exchange
+#   RETURN_WAIT, LSE_WAIT                                   pending
 #
 # All of KV: kv, local_kv, received_kv, packed, kv_exchange. q, k, v and dout are views of what was
 # received, which forward lives on where the pass saves them.
@@ -138,6 +134,11 @@ class Pass(Generic[ChunkT]):
         sinks: of all query heads ``[h]``, if there are any.
         device: of the call's tensors.
         exposed: posts that overlap nothing.
+
+    Attributes:
+        handlers: the method of each operation, which :meth:`execute` calls with the instruction's
+            chunk. ``instr.number`` is an index in the chunk's ``steps`` (ATTN) or ``transfers``
+            (KV and DKV).
     """
 
     handlers: ClassVar[Mapping[Op, Handler]]
@@ -158,7 +159,8 @@ class Pass(Generic[ChunkT]):
         self._chunks, self._exposed = chunks, exposed
 
     def execute(self, schedule: Schedule) -> None:
-        """Run a schedule; at an error wait for what is in flight, or the next call receives it."""
+        """Run the pass's schedule, once; at an error wait for what is in flight, or the next call
+        receives it."""
         handlers, chunks = self.handlers, self._chunks
         consistency, instr = self.plan.mesh.consistency, schedule[0]
         # Nothing is decided in this loop: what a test prints of a schedule is what a GPU executes.
@@ -170,7 +172,7 @@ class Pass(Generic[ChunkT]):
             consistency.abort_pass(sum(x.op.is_post for x in before))
             with ExitStack() as stack:  # all of it, whatever fails
                 for state in chunks:
-                    stack.callback(state.exchange.drain)
+                    stack.callback(state.pending.drain)
                     for channel in state.channels:
                         stack.callback(channel.drain)
             raise
@@ -189,13 +191,12 @@ class Pass(Generic[ChunkT]):
 
     def wait_kv(self, chunk: ChunkT, instr: Instr) -> None:
         """Wait for the keys and values of the next step that needs others' tokens."""
-        exchange = chunk.kv_exchange or chunk.open_kv()
-        chunk.received_kv = exchange.wait()
+        chunk.received_kv = (chunk.kv_exchange or chunk.open_kv()).wait()
 
     def wait_return(self, chunk: ChunkT, instr: Instr) -> None:
         """Wait until the chunk's results are where their tokens are, and drop what was sent."""
-        chunk.exchange.wait()
-        chunk.exchange = DONE
+        chunk.pending.wait()
+        chunk.pending = DONE
 
 
 KV_HANDLERS: Mapping[Op, Handler] = MappingProxyType(
@@ -221,13 +222,13 @@ class ForwardPass(Pass[ForwardChunk]):
     """The forward pass.
 
     Args:
-        qkv: q ``[b, s, h, d]``, k ``[b, s, g, d]``, v ``[b, s, g, e]``.
+        qkv: q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``.
         save: keep in :attr:`saved` what backward needs.
 
     Attributes:
         out: ``[b, s, h, e]``.
         lse: ``[b, h, s]`` if the plan returns it.
-        saved: of each chunk, in order.
+        saved: of each chunk, in order, for :meth:`AttentionPlan.pack_saved`.
     """
 
     def __init__(
@@ -257,12 +258,12 @@ class ForwardPass(Pass[ForwardChunk]):
         exchange = chunk.exchanges.qkv
         overlapped = instr not in self._exposed
         tensors = self._qkv if chunk.exchanges.has_kv else self._qkv[:1]
-        chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
+        chunk.pending = exchange.post_to_heads(tensors, overlapped=overlapped)
 
     def wait_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
         """Wait for all tokens of the chunk's heads: ``q [b, S, h, d]``, and likewise k and v."""
-        self._take_heads(chunk, chunk.exchange.wait())
-        chunk.exchange = DONE
+        self._take_heads(chunk, chunk.pending.wait())
+        chunk.pending = DONE
 
     def _take_heads(self, chunk: ForwardChunk, tensors: Sequence[torch.Tensor]) -> None:
         chunk.q, *kv = tensors
@@ -297,7 +298,7 @@ class ForwardPass(Pass[ForwardChunk]):
             result = apply_sinks(*result, self.sinks[chunk.exchanges.q_heads])
         if chunk.index + 1 == len(self.plan.chunks) or self.plan.chunks[chunk.index + 1].has_kv:
             self._group_kv = NO_KV
-        if self._save or self.plan.single_shot:
+        if self._save:
             self.saved.append(SavedChunk(chunk.q, k, v, *result))
         chunk.result = result
         del chunk.q, chunk.accumulator
@@ -306,7 +307,7 @@ class ForwardPass(Pass[ForwardChunk]):
         """Start the all-to-all that brings the output back to where its tokens are."""
         sources = chunk.result[:1]
         overlapped = instr not in self._exposed
-        chunk.exchange = chunk.exchanges.out.post_to_sequence(
+        chunk.pending = chunk.exchanges.out.post_to_sequence(
             sources, (self.out,), overlapped=overlapped
         )
         if not self.plan.return_lse:
@@ -316,7 +317,7 @@ class ForwardPass(Pass[ForwardChunk]):
         """Start the all-to-all that brings the log-sum-exp back to where its tokens are."""
         _out, lse = chunk.result
         lse = lse.transpose(1, 2).unsqueeze(-1)
-        chunk.exchange = chunk.exchanges.out.post_to_sequence((lse,), (self._lse_out,))
+        chunk.pending = chunk.exchanges.out.post_to_sequence((lse,), (self._lse_out,))
         del chunk.result
 
     def store(self, chunk: ForwardChunk, instr: Instr) -> None:
@@ -374,11 +375,11 @@ class BackwardPass(Pass[BackwardChunk]):
 
     Args:
         dout: ``[b, s, h, e]``.
-        shapes: of q, k and v.
-        saved: from :meth:`AttentionPlan.pack_saved`.
+        shapes: of q, k and v, before the head exchange.
+        saved: from :meth:`AttentionPlan.pack_saved`, in either order.
 
     Attributes:
-        grads: ``dq [b, s, h, d]``, ``dk [b, s, g, d]``, ``dv [b, s, g, e]``.
+        grads: ``dq [b, s, h, d]``, ``dk [b, t, g, d]``, ``dv [b, t, g, e]``.
         dsinks: this rank's summand of the gradient of sinks ``[h]``, where they require one.
     """
 
@@ -422,12 +423,12 @@ class BackwardPass(Pass[BackwardChunk]):
             exchange = chunk.exchanges.shards
             qkv = self._shards[: len(exchange.ranges) - 2]
             tensors = [*qkv, self._out, self._dout]
-        chunk.exchange = exchange.post_to_heads(tensors, overlapped=overlapped)
+        chunk.pending = exchange.post_to_heads(tensors, overlapped=overlapped)
 
     def wait_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Wait for all tokens of the chunk's heads, and begin the sums of their gradients."""
-        self._take_heads(chunk, chunk.exchange.wait())
-        chunk.exchange = DONE
+        self._take_heads(chunk, chunk.pending.wait())
+        chunk.pending = DONE
 
     def _take_heads(self, chunk: BackwardChunk, tensors: Sequence[torch.Tensor]) -> None:
         *shards, chunk.dout = tensors
@@ -486,8 +487,8 @@ class BackwardPass(Pass[BackwardChunk]):
         dv.add(grads[2], keys)
 
     def _grad_buffers(self, chunk: BackwardChunk) -> GradBuffers | None:
-        """Return the buffers that the first kernel call of a step writes its gradients into: a send
-        buffer if it has all KV tokens of the step. Gradients of later calls are added to that."""
+        """Return the buffers for the gradients of a step's first kernel call: a send buffer if it
+        has all KV tokens of the step, and later calls' are added; None: the kernel allocates."""
         step = chunk.steps[chunk.step]
         if step.is_local:
             if chunk.staging is None:
@@ -496,7 +497,7 @@ class BackwardPass(Pass[BackwardChunk]):
             return dq, dk, dv
         if not chunk.ring.writes_block_in_place(step):
             return None
-        number = [x.step for x in chunk.transfers].index(chunk.step)
+        number = [x.step for x in chunk.transfers].index(chunk.step)  # the exchange of this step
         exchange = chunk.grad_exchange or chunk.open_grads()
         return None, *exchange.staging_views(number)
 
@@ -504,7 +505,7 @@ class BackwardPass(Pass[BackwardChunk]):
         """Start the return of a step's dk and dv to the ranks that own the keys and values."""
         # Every rank posts every exchange, also where the mask leaves this one no kernel call: its
         # partners wait for the message, which has zeros then.
-        step = chunk.transfers[instr.number].step  # the number is a transfer's here
+        step = chunk.transfers[instr.number].step
         if chunk.step != step:  # this rank has no kernel calls in it
             self.begin_step(chunk, step)
         _dq, dk, dv = chunk.step_grads
@@ -514,8 +515,7 @@ class BackwardPass(Pass[BackwardChunk]):
 
     def wait_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Wait for others' dk and dv of this rank's tokens, and add them to its own."""
-        exchange = chunk.grad_exchange or chunk.open_grads()
-        exchange.wait()
+        (chunk.grad_exchange or chunk.open_grads()).wait()
 
     def end(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Free what the chunk's kernel calls have read; compute the gradient of its sinks."""
@@ -541,7 +541,7 @@ class BackwardPass(Pass[BackwardChunk]):
         exchange, sources = chunk.exchanges.qkv, self._take_grads(chunk)
         count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
         overlapped = instr not in self._exposed
-        chunk.exchange = exchange.post_to_sequence(
+        chunk.pending = exchange.post_to_sequence(
             sources[:count], self.grads[:count], chunk.staging, overlapped=overlapped
         )
         chunk.grad_exchange = chunk.staging = None

@@ -1,5 +1,5 @@
-"""Planning of one attention call: its arguments are checked, and compared on all ranks; what is
-executed is data, the head chunks and the two schedules. The mesh caches plans."""
+"""Planning of one attention call: its arguments are checked, and become data: the signature that
+all ranks compare, the head chunks and the two schedules. The mesh caches plans."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class RingCall:
-    """Ring attention of one head chunk, without its tensors."""
+    """Ring attention of one head chunk on this rank, without its tensors: the ``schedule`` of its
+    steps, their ``kernel``, the ``scale`` of the scores, ``use_copy_engines`` for keys and values.
+    ``mesh`` is a weak proxy, as the mesh caches plans."""
 
     mesh: SequenceMesh
     schedule: RingSchedule
@@ -108,7 +110,7 @@ class RingCall:
 
     def writes_block_in_place(self, step: RingStep) -> bool:
         """Whether a step's first backward kernel call can write the KV gradients of all tokens of
-        the step into a send buffer."""
+        the step into a send buffer, which :func:`_staging_bytes` makes as large."""
         if not self.kernel.caps.writes_grads_in_place or not step.calls:
             return False
         call = step.calls[0]
@@ -126,8 +128,9 @@ def stages_return(ring: RingCall, dtype: torch.dtype) -> bool:
 
 
 class SavedChunk(NamedTuple):
-    """Tensors of one chunk saved for backward: q ``[b, S, h, d]``, k ``[b, S, g, d]``,
-    v ``[b, S, g, e]``, out ``[b, S, h, e]``, lse ``[b, h, S]``."""
+    """Tensors of one chunk saved for backward: q ``[b, S, h, d]``, k ``[b, T, g, d]``,
+    v ``[b, T, g, e]``, out ``[b, S, h, e]``, lse ``[b, h, S]``: S queries and T keys of the ring
+    rank, the h and g heads that this rank computes in the chunk."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -142,10 +145,10 @@ class AttentionPlan:
 
     Args:
         chunks, ring_calls: the head exchanges and the ring attention of each head chunk.
-        forward, backward: the schedules of this rank.
+        forward, backward: the schedules of this rank; backward is empty without gradients.
         saves_shards: backward starts from shards of q, k, v and the output, and exchanges them.
         return_lse: the caller asks for the log-sum-exp too.
-        staging_bytes: of one staging slot, by kind of exchange; empty without copy engines.
+        staging_bytes: of one staging slot, by kind of exchange (:func:`_staging_bytes`).
     """
 
     chunks: tuple[ChunkExchanges, ...]
@@ -170,25 +173,15 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Write the schedules of a plan, for q, k and v of this dtype; ``backward``: there may be a
         backward pass."""
-        rings = [ring.schedule for ring in ring_calls]
         ulysses = ring_calls[0].mesh.ulysses_degree > 1
-        stage = (
-            ulysses
-            and all(stages_return(ring, dtype) for ring in ring_calls)
-            and all(chunk.has_kv for chunk in chunks)
-        )
-        schedules = (
-            pipeline_schedule(rings, ulysses=ulysses, backward=False, return_lse=return_lse),
-            pipeline_schedule(
-                rings,
-                ulysses=ulysses,
-                backward=True,
-                stage_return=stage,
-                from_shards=saves_shards,
-            )
-            if backward
-            else (),
-        )
+        write = partial(pipeline_schedule, [ring.schedule for ring in ring_calls], ulysses=ulysses)
+        forward_schedule = write(backward=False, return_lse=return_lse)
+        backward_schedule: Schedule = ()
+        if backward:
+            one_call = ulysses and all(stages_return(ring, dtype) for ring in ring_calls)
+            stage = one_call and all(chunk.has_kv for chunk in chunks)
+            backward_schedule = write(backward=True, stage_return=stage, from_shards=saves_shards)
+        schedules = forward_schedule, backward_schedule
         return cls(chunks, ring_calls, *schedules, return_lse, staging_bytes, saves_shards)
 
     @cached_property
@@ -220,10 +213,10 @@ class AttentionPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def reserve_staging(self, device: torch.device) -> None:
-        """Reserve staging buffers of copy engines. Collective where they are too small.
+        """Reserve staging buffers of copy engines for a pass. Collective where they are too small.
 
         Raises:
-            MeshError: as :meth:`SequenceMesh.reserve`.
+            MeshError: the memory cannot be shared, or a CUDA graph is being captured.
         """
         if self.mesh.needs_reserve(self.staging_bytes):
             with without_multicast():
@@ -234,7 +227,8 @@ class AttentionPlan:
     ) -> list[torch.Tensor]:
         """Return what is saved for backward: the shards of q, k, v and the output, and each chunk's
         log-sum-exp; or the tensors of all chunks one after the other, of which those that share
-        keys and values have them once."""
+        keys and values have them once. :class:`BackwardPass` takes either; ``custom_ops.py`` keeps
+        the second order too, in the op's meta function."""
         if self.saves_shards:
             return [*shards, *[chunk.lse for chunk in saved]]
         tensors: list[torch.Tensor] = []
@@ -246,7 +240,7 @@ class AttentionPlan:
         """Return the chunks that :meth:`pack_saved` was given, where it has not taken shards."""
         saved, start = list[SavedChunk](), 0
         for chunk in self.chunks:
-            stop = start + (5 if chunk.has_kv else 3)
+            stop = start + (5 if chunk.has_kv else 3)  # tensors of this chunk
             q, *kv, out, lse = tensors[start:stop]
             k, v = kv or (saved[chunk.kv_chunk].k, saved[chunk.kv_chunk].v)
             saved.append(SavedChunk(q, k, v, out, lse))
@@ -272,7 +266,7 @@ def plan_call(
     recomputed: bool = False,
 ) -> tuple[Signature, AttentionPlan]:
     """Check a call on this rank and plan it, or look its plan up: a call like an earlier one is not
-    checked again. The signature must be the same on every rank.
+    checked again. Nothing is sent: in ``check_on_all_ranks`` the ranks compare the signature.
 
     Args:
         recomputed: q, k and v are computed again for backward, as under ``keep_attention``.
@@ -324,14 +318,10 @@ def plan_call(
 
 
 def _new_plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    options: AttentionOptions,
-    saves_shards: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, saves_shards: bool
 ) -> tuple[Signature, AttentionPlan]:
-    """Check a call and plan it, on integers: nothing is sent. What decides messages must be in the
-    signature, which ranks compare before they use the plan."""
+    """:func:`plan_call` of a new call. What decides messages must be in the signature, which ranks
+    compare before they use the plan. ``saves_shards``: as of :class:`AttentionPlan`."""
     mesh, _, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, *_ = options
     check_tuning(tuning)
     parts: list[Signature | str] = [check_tensors(q, k, v)]
@@ -348,7 +338,16 @@ def _new_plan(
     scale = checked_scale(softmax_scale, q.shape[3])
     # A kernel is chosen before the tuning: whether it takes documents in one call changes the
     # chunks.
-    request = _kernel_request(q, v, mask, scores.softcap)
+    request = KernelRequest(
+        q.device.type,
+        q.dtype,
+        q.shape[3],
+        mask.band,
+        documents=bool(mask.documents),
+        value_dim=v.shape[3],
+        softcap=scores.softcap,
+        deterministic=torch.get_deterministic_debug_mode() == _DETERMINISTIC_ERROR,
+    )
     check_kernel_name(kernel)  # before the cache of select_kernel, which hashes it
     chosen = select_kernel(request, kernel)
     missing = missing_libraries(request) if kernel == AUTO else None
@@ -397,21 +396,6 @@ def _new_plan(
     return Signature.of(*parts, f"schedule {plan.digest}"), plan
 
 
-def _kernel_request(
-    q: torch.Tensor, v: torch.Tensor, mask: MaskSpec, softcap: float | None
-) -> KernelRequest:
-    return KernelRequest(
-        q.device.type,
-        q.dtype,
-        q.shape[3],
-        mask.band,
-        documents=bool(mask.documents),
-        value_dim=v.shape[3],
-        softcap=softcap,
-        deterministic=torch.get_deterministic_debug_mode() == _DETERMINISTIC_ERROR,
-    )
-
-
 def _schedules(
     mesh: SequenceMesh,
     layouts: tuple[TokenLayout, TokenLayout],
@@ -419,8 +403,8 @@ def _schedules(
     kernel: AttentionKernel,
     resolved: ResolvedTuning,
 ) -> dict[tuple[ChunkPosition, ChunkPosition], RingSchedule]:
-    """The ring schedule of each position of a chunk, forward and backward: most chunks share one,
-    and what follows from it."""
+    """One ring schedule for each pair (forward, backward) of positions that chunks have, with the
+    steps of both passes: most chunks share one, and what follows from it."""
     query_layout, kv_layout = layouts
     plan = partial(
         ring_schedule,
@@ -502,7 +486,7 @@ def _staging_bytes(
         if not backward:
             return sizes
         tokens = ring.schedule.max_recv_tokens
-        if ring.kernel.caps.writes_grads_in_place:  # and of own KV, where a step has both (merged)
+        if ring.kernel.caps.writes_grads_in_place:  # own KV too (KVGradExchange.staging_views)
             tokens = max(tokens, *(schedule.max_merged_tokens for schedule in schedules))
         grad_dtype = ring.kernel.caps.grad_dtype(q.dtype)
         sizes["ring_dkv"] = tokens * token_elements * grad_dtype.itemsize
@@ -510,7 +494,7 @@ def _staging_bytes(
 
 
 def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
-    """The message about causal work that the layout does not balance; None if it does."""
+    """The warning that contiguous shards do not balance causal work over the ring; else None."""
     ring = layout.ring
     # Not where the axes' order gives each ring rank early and late tokens.
     one_run_each = ring > 1 and len(layout.ring_segments(ring - 1)) == 1
@@ -525,18 +509,11 @@ def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
 
 
 def _warn_slow_path(
-    q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, missing: str | None, work: str | None
+    q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, *warnings: str | None
 ) -> None:
-    """Warn once about what would make such calls faster."""
-    messages = [slow_path_notice(q.device), missing, work]
-    if (
-        q.is_cuda
-        and mesh.sp_degree > 1
-        and mesh.copy_engine_unavailable
-        and tuning.copies == "auto"
-    ):
-        messages.append(
-            f"exchanges go by NCCL, not by copy engines: {mesh.copy_engine_unavailable}"
-        )
+    """Warn once of each thing that would make such calls faster; ``warnings``: of other causes."""
+    messages, why_not = [slow_path_notice(q.device), *warnings], mesh.copy_engine_unavailable
+    if why_not and q.is_cuda and mesh.sp_degree > 1 and tuning.copies == "auto":
+        messages.append(f"exchanges go by NCCL, not by copy engines: {why_not}")
     for text in filter(None, messages):
         warn_once(text, rank=dist.get_rank() if dist.is_initialized() else 0)

@@ -48,7 +48,7 @@ class Scores:
 
     @property
     def static_values(self) -> Hashable:
-        """The soft cap, and whether there are sinks."""
+        """The soft cap, and whether there are no sinks: equal in both runs of a checkpoint."""
         return self.softcap, self.sinks is None
 
     @property

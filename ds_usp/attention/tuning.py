@@ -90,6 +90,7 @@ class Tuning:
         """Resolve ``"auto"`` for one call, the same on every rank.
 
         Args:
+            layout: of the queries; ``split``: of the heads, over its Ulysses ranks.
             q: ``[b, s, h, d]``.
             keys: tokens of the keys' sequence; None: the queries'.
             backward: a backward pass follows.
@@ -171,10 +172,10 @@ def _call_size(
     """The sizes of a call; FLOP and exchanged bytes are 0 where nothing can be overlapped."""
     batch, _, heads, dim = q.shape
     flop = exchange_bytes = 0.0
-    token = batch * dim * q.element_size()  # of one head
+    head_bytes = batch * dim * q.element_size()  # of one head of one token; v is taken for as wide
     if q.device.type != "cpu" and layout.degree > 1:
         flop = attention_flop(mask, layout.seq_len, keys, batch * heads * dim) / layout.degree
-        sent = (split.ulysses - 1) / split.ulysses / layout.degree * token
+        sent = (split.ulysses - 1) / split.ulysses / layout.degree * head_bytes
         # Queries and output, keys and values.
         tokens = split.heads * layout.seq_len + max(split.kv_heads, split.ulysses) * keys
         exchange_bytes = 2 * sent * tokens
@@ -182,9 +183,9 @@ def _call_size(
         split,
         flop,
         exchange_bytes,
-        2 * keys * token * max(split.kv_heads // split.ulysses, 1),
-        layout.ring,
-        mesh.ulysses_in_node,
+        kv_bytes=2 * keys * head_bytes * max(split.kv_heads // split.ulysses, 1),
+        ring=layout.ring,
+        ulysses_in_node=mesh.ulysses_in_node,
     )
 
 

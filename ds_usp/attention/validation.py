@@ -87,7 +87,8 @@ def plan_head_exchanges(
     use_copy_engines: bool = False,
     use_fused: bool = False,
 ) -> tuple[ChunkExchanges, ...]:
-    """The head exchanges of q ``[b, s, h, d]`` and k, v ``[b, t, h_kv, d]``, for each chunk."""
+    """The head exchanges of q ``[b, s, h, d]`` and k, v ``[b, t, h_kv, d]``, for each chunk; those
+    of a chunk that shares KV with one before have q alone."""
 
     def exchange(*tensors: tuple[TokenLayout, HeadRanges]) -> HeadAllToAll:
         layouts, ranges = zip(*tensors, strict=True)
@@ -112,8 +113,8 @@ def plan_local_attention(
     layout: TokenLayout,
     kv_layout: TokenLayout,
 ) -> tuple[Signature, ChunkExchanges]:
-    """Signature and head exchanges of a call of a local attention between two exchanges, of
-    ``q [b, s, h, d]`` and ``k [b, t, h_kv, d]``."""
+    """Check ``q [b, s, h, d]`` and ``k [b, t, h_kv, d]`` of a call of a local attention between two
+    exchanges; returns its signature, and the exchanges of all heads."""
     queries = check_layout(q, "queries", mesh, layout)
     signature = Signature.of(queries, check_layout(k, "keys", mesh, kv_layout))
     split = head_split(q.shape[2], k.shape[2], mesh)
@@ -179,7 +180,7 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
 
 
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
-    """LayoutError if the last batch of this length from a data loader has another layout."""
+    """LayoutError if a data loader's last batch of this length has another layout than this one."""
     batch = mesh.batch_layouts.get(layout.seq_len)
     if batch is None or batch.has_same_shards_as(layout):
         return

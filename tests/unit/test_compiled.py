@@ -182,7 +182,7 @@ def test_torch_finds_no_fault_with_the_op():
     op, given = torch.ops.ds_usp.attention.default, (q, k, v, None, torch.tensor(1))
     torch.library.opcheck(op, (*given, None, *values))
     options = AttentionOptions(mesh, mesh.layout("zigzag", 16), ds_usp.MaskSpec.causal())
-    values = attention_values(q, k, v, options, by_value=True)
+    values = attention_values(q, k, v, options, lengths_in_tensor=True)
     assert values is not None and 16 not in values
     torch.library.opcheck(op, (*given, torch.tensor([16, 16]), *values))
 
