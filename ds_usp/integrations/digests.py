@@ -14,9 +14,9 @@ _CHUNK = 2**22  # elements
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:
-    """A weighted sum of a tensor's elements, int64."""
-    # Sums of bits as integers wrap around: exact in any order, so that unlike GPUs agree. Pieces:
-    # an element takes 24 bytes meanwhile, and a video to encode took more than its tiles.
+    """The weighted sum of a tensor's elements, read as integers: int64, 0-D, on its device."""
+    # Sums of integers wrap around: exact in any order, so that unlike GPUs agree. In pieces, as an
+    # element takes 24 bytes meanwhile: a whole video took more memory than its encoding in tiles.
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     sums = []
@@ -38,9 +38,9 @@ def digest_of_bits(x: Tensor) -> str:
 
 
 class ArgumentsDigest:
-    """Tells the arguments of forward passes apart: by shapes, dtypes and a sum over each tensor,
-    and by plain values. Mappings, lists and tuples are gone through; ``meta`` has no values.
-    """
+    """Tells the arguments of forward passes apart: tensors by shape, dtype and a sum of their
+    elements (none on ``meta``), arrays of numpy, numbers and texts by their values. Mappings, lists
+    and tuples are gone through; objects of other classes are left out."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype, torch.device]] = {}
@@ -73,7 +73,7 @@ class ArgumentsDigest:
         return not self._copied
 
     def text(self, values: bool = True) -> str:
-        """A text that differs between arguments; without tensors' values it is known at once."""
+        """A text that differs where arguments do; ``values``, sums of tensors, wait for a GPU."""
         texts = {
             name: f"{name} {shape} {str(dtype).removeprefix('torch.')}"
             for name, (shape, dtype, _) in self._tensors.items()
@@ -88,7 +88,7 @@ class ArgumentsDigest:
 
 
 def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values in nested mappings, lists and tuples, each with its path."""
+    """The values in nested mappings, lists and tuples, each with its path (``batch.0.mask``)."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flat(f"{name}.{key}" if name else str(key), inner)

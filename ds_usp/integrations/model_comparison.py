@@ -123,7 +123,7 @@ class ModelComparison:
         self._unsaved: list[tuple[dict[str, Any], str]] = []  # tensors that are settings
         self._before_first_pass: Entries | None = None
         self._written_by_passes: set[str] | None = None  # settings; None before the first one
-        self._modes = 0
+        self._modes = 0  # a checksum: train or eval, trained weights, torch's modes, adapters
         self._dropouts: list[_DropoutNd] = []
         self._slots: list[tuple[dict[str, Any], str, str, str]] = []  # of weights, and their names
         self._trained: list[bool] = []  # of all weights
@@ -139,9 +139,9 @@ class ModelComparison:
         return ModelComparison(self._mesh, deepcopy(self._model, memo))
 
     def begin(self, subject: str, text: str) -> None:
-        """Compare a text and the model's settings; weights and train or eval mode not, which may be
-        loaded and set later. ``SequenceMesh.check`` compares the model from now on. Again where
-        settings were changed between passes. Collective over the mesh.
+        """Compare a text (options) and the model's settings; weights and train or eval mode not,
+        which may be loaded and set later. ``SequenceMesh.check`` compares the model from now on.
+        Called again where settings were changed between passes. Collective over the mesh.
 
         Raises:
             MeshError: they differ; it names the first setting that does.
@@ -162,10 +162,10 @@ class ModelComparison:
 
     @torch.no_grad()
     def of_pass(self, everything: bool = False) -> dict[str, Any]:
-        """Return what the forward pass that begins compares of the model.
+        """Read what the ranks are to compare of the model in the forward pass that begins.
 
         Args:
-            everything: all settings and every weight, as in the first pass.
+            everything: all settings, and elements of all weights, not only of those in turn.
         """
         weights, is_first = self._read(), self._written_by_passes is None
         if everything or is_first or not self._digest or self._is_outline_changed():
@@ -217,7 +217,7 @@ class ModelComparison:
         return attributes, self._modes, self._marks
 
     def end_pass(self) -> None:
-        """Remember what was compared, after a comparison that no rank has refused."""
+        """Remember what :meth:`of_pass` has read, after a comparison that no rank has refused."""
         self._last_marks, self._turn = self._marks, self._turn + 1
 
     def end_of_forward(self) -> None:
@@ -233,7 +233,8 @@ class ModelComparison:
     def agree(
         self, subject: str, text: str, model_text: str, advice: str = "", weights: bool = True
     ) -> None:
-        """Compare a text, and what this rank holds of the model. Collective over the mesh.
+        """Compare two texts, of a call and of the model; where one differs, look for the reason in
+        the model: with ``weights`` in these and modes too. Collective over the mesh.
 
         Raises:
             MeshError: they differ. If models do, it names the first setting or weight; else it ends
@@ -257,8 +258,8 @@ class ModelComparison:
                 raise MeshError(message, other.signatures, other.layouts) from None
 
     def difference(self, weights: bool = True) -> MeshError | None:
-        """The first setting or weight that differs; None if none does. Collective over the mesh:
-        every rank comes to the same result."""
+        """The first setting that differs, or with ``weights`` mode or weight; None if none does.
+        Collective over the mesh: every rank comes to the same result."""
         # A rank without memory for a digest must not leave the others waiting for its own.
         with self._mesh.agreeing("what models hold"):
             whole, settings = self._read(), self._settings(weights)
@@ -315,6 +316,7 @@ class ModelComparison:
         return entries
 
     def _settings_of(self, path: str, module: nn.Module, modes: bool) -> Entries:
+        """Those of one module, ``path`` in the model; notes its methods and unsaved tensors."""
         dot, values = f"{path}." if path else "", vars(module)
         entries = {path or "model": [_class_of(module)]}
         for hooks in filter(values.get, _HOOKS):
@@ -375,7 +377,8 @@ class ModelComparison:
         return self._slots[self._whole[i]][-1]
 
     def _read(self) -> list[Tensor]:
-        """The weights that this rank holds whole. Notes what has changed of modules and weights."""
+        """Return the weights that this rank holds whole, in the order of ``_whole``; notes modules,
+        modes and marks, and forgets ``_digest`` where modules or shapes have changed."""
         if self._structure != self._structure_now():
             self._modules = dict(self._model.named_modules())
             self._attributes = list(map(vars, self._modules.values()))
@@ -421,8 +424,8 @@ class ModelComparison:
 
 
 def _sample(x: Tensor, turn: int) -> Tensor:
-    """Evenly spaced elements, others in each turn; in the first up to the last one, where a table
-    that was enlarged has its new ones. How a weight lies in memory makes no difference."""
+    """Evenly spaced elements, ``[min(8, n)]``, others in each turn; in turn 0 with the last one,
+    where a table that was enlarged has its new ones. Strides of a weight make no difference."""
     count, spacing = min(_ELEMENTS, x.numel()), max(1, x.numel() // _ELEMENTS)
     shift = (turn * 0x9E3779B97F4A7C15 % 2**64 >> 32) % spacing
     first = x.numel() - 1 - (count - 1) * spacing - shift
@@ -523,7 +526,7 @@ def _digest(value: object) -> str:
 
 
 def _by_dtype(rows: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Joined; on the CPU if they are on several devices, as where some weights are offloaded."""
+    """Join 1-D rows of each dtype; on the CPU if they are on several devices (some offloaded)."""
     by_dtype: dict[str, list[Tensor]] = {}
     for row in rows:
         by_dtype.setdefault(str(row.dtype).removeprefix("torch."), []).append(row)
@@ -534,7 +537,7 @@ def _by_dtype(rows: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 def gathered_values(mesh: SequenceMesh, value: Any) -> list[Any]:
-    """Every rank's value of plain types. Collective over the mesh."""
+    """Every rank's value, in their order, of what JSON keeps. Collective over the mesh."""
     data, group = json.dumps(value).encode(), mesh.consistency.group
     if group is None:
         return [value]
@@ -543,6 +546,7 @@ def gathered_values(mesh: SequenceMesh, value: Any) -> list[Any]:
     return [json.loads(x) for x in all_gather_bytes(data.ljust(longest), group)]
 
 
+# Of a `kind` of entries, "settings" or "weights", by rank.
 def _first_difference(ranks: list[Entries], kind: str, advice: str) -> MeshError | None:
     names = dict.fromkeys(name for each in ranks for name in each)
     differ = [x for x in names if any(each.get(x) != ranks[0].get(x) for each in ranks)]

@@ -30,13 +30,13 @@ class _SumOfShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
         # Each rank's loss depends on its own shard alone, so its gradient is a summand of the
-        # whole's. What averages over all ranks divides by sp_degree too often: times sp_degree
-        # here.
+        # whole's. An average over all ranks divides it by sp_degree too often, so backward
+        # multiplies.
         ctx.factor = mesh.sp_degree if gradients == "mean" else 1
         total = x.detach().clone()
         if mesh.sp_group is not None:
-            # Waited for on GPUs too: where every rank's head had no memory, the next pass is
-            # computed. A sum that some did not answer would take the next pass's for its own.
+            # Compared first: if some ranks have failed before this sum (no memory for the head),
+            # the others' all-reduce would be answered by that of the next pass.
             mesh.agree("the sum of the ranks' losses")
             dist.all_reduce(total, group=mesh.sp_group)
         return total
@@ -109,8 +109,8 @@ class ValuesComparison:
     """The tensors' values of a forward pass, which the ranks of a mesh have still to compare.
 
     Attributes:
-        finish: compare them, once they are known; MeshError if they differ. Collective over the
-            mesh.
+        finish: compares them, once they are known; MeshError if they differ. Collective over the
+            mesh; nothing where all were compared at once.
     """
 
     def __init__(self) -> None:
@@ -135,10 +135,10 @@ def same_on_all_ranks(
 
     Args:
         subject: precedes the arguments in the error.
-        advice: ends it, where they differ.
-        deferred: leave values on GPUs to :meth:`ValuesComparison.finish`, so that a GPU need not
-            be idle until the host has read them. They may not decide which collectives the pass
-            has, but for attention, which compares its own calls.
+        advice: the last sentence of the error, where arguments differ.
+        deferred: leave values on GPUs to ``finish`` of what is yielded, so that a GPU need not be
+            idle until the host has read them. They may not decide which collectives the pass has,
+            but for attention, which compares its own calls.
 
     Raises:
         MeshError: the ranks were given other arguments, hold other weights or settings, or another

@@ -36,12 +36,12 @@ class ShardNoise:
         self._draws = False
 
     def begin(self, device: torch.device, *, draws: bool, is_shard: bool = True) -> None:
-        """Seed the generator of a device for this rank, or without ``is_shard`` as on all; no
-        other device's, and none of ``meta``.
+        """Seed the generator of a device, a CPU or a GPU; nothing for ``meta``.
 
         Args:
-            draws: the part drops, on some rank at least: an expert that has no tokens on this one
-                draws nothing here. The same on all ranks; where False, what this one draws counts.
+            draws: whether some rank draws in the part, equal on all: then each rank's state goes on
+                by one number, also where an expert has no tokens. False: if this rank has drawn.
+            is_shard: seed by the rank; False: equally on all ranks, for a part with whole tensors.
         """
         self.end()  # of a pass that Ctrl-C has ended: its state is this rank's alone
         generator = torch.default_generator

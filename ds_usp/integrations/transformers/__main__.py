@@ -4,6 +4,7 @@ once without weights, ranks and attention."""
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from typing import Any, cast
 
@@ -21,7 +22,9 @@ from ds_usp.integrations.transformers.model import enable
 
 
 def judge(config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str], str]:
-    """A model of a configuration, the reasons why it is refused, and why that is not certain."""
+    """Make a model of a configuration on ``meta`` and try one forward pass. Returns the model, why
+    it is refused, [] if it is served, and what makes that uncertain: the error of a pass that needs
+    values, else ""."""
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     makers = [getattr(transformers, name)._from_config for name in names]
     for head in ("ForCausalLM", "ForMaskedLM", "ForImageTextToText", "ForMultimodalLM", ""):
@@ -65,8 +68,10 @@ def _own_loss(model: PreTrainedModel) -> str:
 def _check(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **call: Any
 ) -> tuple[Tensor, None]:
-    causal, window, usp = (call.pop(x, None) for x in ("is_causal", "sliding_window", "usp"))
-    others = {x: y for x, y in call.items() if x not in ("scaling", "dropout", "softcap", "s_aux")}
+    """Check a call of :func:`usp_attention_forward`, and return an empty output in its place."""
+    causal, window, usp = (call.get(x) for x in ("is_causal", "sliding_window", "usp"))
+    parameters = inspect.signature(attention.usp_attention_forward).parameters
+    others = {x: y for x, y in call.items() if x not in parameters}
     usp = attention.PASS.get() if usp is None else usp
     attention.check_call(module, attention_mask, causal, window, usp, others)
     return query.new_empty((*query.transpose(1, 2).shape[:3], value.shape[-1])), None

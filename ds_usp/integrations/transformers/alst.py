@@ -3,14 +3,11 @@
 A script of ALST (https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism) registers
 attention, shards its batches by a data loader adapter, computes a loss of its shard from
 ``outputs.logits`` and ``shift_labels``, and weighs the ranks' losses by their loss tokens in a
-differentiable ``all_gather``. It does the same here: imported from this package, the two classes
-take the same arguments, and batches and logits are shards as there. Inside, the model joins the
-token ids of the shards, which are a few bytes each, and is a model of :func:`enable`: packed
-documents, padding, windows, any number of heads and any length are computed exactly.
+differentiable ``all_gather``. With the classes of this package it does the same. Inside, the model
+joins the token ids of the shards, a few bytes each, and is a model of :func:`enable`.
 
 Gradients: that loss code makes the *mean* over the ranks of a sequence the gradient. ZeRO-3 takes
-that mean; ZeRO-0 to 2 sum over the ranks of a sequence (DeepSpeed 0.19.8), so that updates are as
-many times too large. Here gradients are divided there.
+that mean; ZeRO-0 to 2 sum over them (DeepSpeed 0.19.8), so here gradients are divided there.
 """
 
 from __future__ import annotations
@@ -51,6 +48,7 @@ _LENGTH = struct.Struct("q")
 
 
 def _token_dim(name: str, x: Any) -> int | None:
+    """The dim along which an argument of a batch is sharded; None: it is the same on all ranks."""
     if not isinstance(x, Tensor) or x.ndim < 2:
         return None
     if name == "attention_mask":
@@ -176,7 +174,7 @@ class _Registration:
         self.mesh, self.layout_kind, self._mpu = mesh, layout, mpu
         self._disable_in_eval = disable_in_eval
         self._model: Any = None
-        self._reduction: Any = None
+        self._reduction: Any = None  # "mean" or "sum", what the engine does with gradients
         self._enabled: EnabledModel | None = None
         self._handles: list[RemovableHandle] = []
         # Until the engine runs, the attention that an unsharded model would run is refused: a model
@@ -203,9 +201,8 @@ class _Registration:
         )
 
     def _find_engine(self, module: nn.Module, _: Any) -> None:
-        if getattr(module, "mpu", None) is not self._mpu or not hasattr(
-            module, "zero_optimization_stage"
-        ):
+        is_engine = hasattr(module, "zero_optimization_stage")
+        if not is_engine or getattr(module, "mpu", None) is not self._mpu:
             return
         self._stop_waiting()
         self._model, self._reduction = module.module, _reduction_of(module)
@@ -288,15 +285,16 @@ class _Registration:
         whole["shift_labels"] = targets
         return (), whole
 
-    def _layout_of(self, length: int) -> TokenLayout:
+    def _layout_of(self, shard_length: int) -> TokenLayout:
         group: Any = self.mesh.sp_group
-        lengths = [_LENGTH.unpack(x)[0] for x in all_gather_bytes(_LENGTH.pack(length), group)]
+        packed = all_gather_bytes(_LENGTH.pack(shard_length), group)
+        lengths = [_LENGTH.unpack(x)[0] for x in packed]
         layout = self.layout(sum(lengths))
-        want = [layout.length(rank) for rank in range(self.mesh.sp_degree)]
-        if lengths != want:
+        expected = [layout.length(rank) for rank in range(self.mesh.sp_degree)]
+        if lengths != expected:
             raise LayoutError(
                 f"the ranks were given {lengths} tokens, {layout.kind} shards of {sum(lengths)} "
-                f"are {want}: shard batches by UlyssesSPDataLoaderAdapter"
+                f"are {expected}: shard batches by UlyssesSPDataLoaderAdapter"
             )
         return layout
 
@@ -377,8 +375,7 @@ class ChangedGradient(torch.autograd.Function):
 
 
 def _mean_over_ranks(mesh: SequenceMesh, grad: Tensor) -> Tensor:
-    """The gradient of the whole batch's loss, which every rank has, for scripts that weigh the
-    ranks' losses."""
+    """The mean of the ranks' gradients of a loss that all have, and that a script weighs."""
     # Weights that add up to 1 leave the loss's value. In a differentiable all-gather the gradient
     # of the loss of rank r is sp_degree times its weight, without one it is 1: the mean over the
     # ranks is 1 either way.
@@ -392,10 +389,9 @@ def _mean_over_ranks(mesh: SequenceMesh, grad: Tensor) -> Tensor:
 class UlyssesSPDataLoaderAdapter:
     """Replaces DeepSpeed's adapter: it yields every rank's batch in turn, sharded over all ranks.
 
-    Each rank of a sequence-parallel group reads its own batches; all ranks compute the batch of
-    the first, then that of the second, and so on. Yielded are shards, on the CPU, with
-    ``shift_labels`` instead of ``labels``. A pass ends with the rank that ends first. Collective
-    over the group at every ``sp_world_size``-th batch.
+    Each rank of a sequence-parallel group reads its own batches. Yielded are shards of the first
+    rank's, then of the second's, and so on, on the CPU, with ``shift_labels`` for ``labels``. A
+    pass ends with the rank that ends first. Collective at every ``sp_world_size``-th batch.
 
     Args:
         dl: a loader of dicts of whole sequences: ``input_ids [b, tokens]``, ``labels``, and
@@ -545,8 +541,8 @@ def _sequence_parallel_size(trainer: Any) -> int:
 
 
 def _with_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Trainer.get_batch_samples``, which counts the loss tokens of a step by ``labels`` and finds
-    none in shards: a step then is the mean of the micro batches' means."""
+    """Wrap ``Trainer.get_batch_samples``, which finds no ``labels`` in shards and would take the
+    mean of the micro batches' means: what each weighs by its loss tokens goes to ``_WEIGHTS``."""
 
     @wraps(original)
     def get_batch_samples(trainer: Any, iterator: Any, count: int, device: Any) -> Any:
@@ -570,7 +566,8 @@ def _with_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weighted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Trainer.compute_loss``, which over shards takes the model's loss whatever its arguments."""
+    """Wrap ``Trainer.compute_loss``, which over shards takes the model's loss, whatever a Trainer's
+    arguments: refuse others, and weigh the loss by ``_WEIGHTS``."""
 
     @wraps(original)
     def compute_loss(

@@ -40,11 +40,12 @@ class Targets:
     """Labels of one forward pass.
 
     Args:
-        model_labels: this rank's shard of ``labels``, as the model gets it, ``[b, s_local]``.
-        labels: what its logits are compared with: shifted by a token if the model is causal.
+        model_labels: ``labels`` as the model gets it: this rank's shard, or all where shards begin
+            at its text model.
+        labels: what logits are compared with, ``[b, s_local]``: shifted if the model is causal.
         count: tokens of the whole batch that the loss is divided by, or the sum of their weights.
         in_chunks: head and loss run in chunks of tokens.
-        weights: what each token's loss is times, ``[b, s_local]``; None: 1.
+        weights: factors of the tokens' losses, ``[b, s_local]``; None: 1.
     """
 
     model_labels: Tensor
@@ -60,7 +61,7 @@ class Targets:
     # AOTAutograd compares the version of its fake tensor while it traces: 0, whatever the labels'.
     @disable_in_compile("labels are compared by their version, which a graph does not know")
     def is_given(self, labels: Tensor | None) -> bool:
-        """Whether a model computes its loss of the labels that it was given, unchanged."""
+        """Whether ``labels``, of a call of the loss function, are ``model_labels``, unchanged."""
         x = self.model_labels
         if labels is None or labels.data_ptr() != x.data_ptr() or labels.shape != x.shape:
             return False
@@ -75,12 +76,13 @@ class Shard:
         packing: the documents of the whole batch, or a tree of them.
 
     Attributes:
-        layers: names of the attention modules that have run.
+        layers: class names of the modules that have run attention, or carried a state.
         largest_position: of the whole batch.
         drop_last: outputs per token have none for the last one, whose label is not known.
         targets: None where no labels were given.
         shares_keys_without_graph: a layer without gradients has made keys that later layers read.
-        masks: of layers whose indexer picks the keys, by what they depend on: made once a pass.
+        masks: what layers whose indexer picks the keys make once a pass, by what it depends on:
+            masks, "counts" of tokens and "angles" of keys.
         positions, key_positions: of this rank's tokens and of all, ``[1 or b, tokens]``, for
             decoders that are given none; None for others.
         mask_of_keys: makes a mask for layers that add it to scores themselves; None for others.
@@ -235,7 +237,8 @@ def check_call(
     usp: Shard | None,
     others: Mapping[str, Any],
 ) -> tuple[Shard, MaskSpec]:
-    """The shard and the mask of a layer's call, with :func:`usp_attention_forward`'s arguments."""
+    """Return the shard and the mask of a layer's call, or refuse it; notes the layer in the shard.
+    Arguments are those of :func:`usp_attention_forward`, ``others`` what it does not name."""
     name = type(module).__name__
     if usp is None:  # it would be attention within a shard, or of the whole batch on every rank
         raise ConfigError(
@@ -267,6 +270,7 @@ def layer_mask(
         )
     if not sliding_window:
         return LayerMask(_Band(MaskSpec.causal() if causal else MaskSpec.full()))
+    # As transformers' mask functions count: _causal_window, _two_sided_window.
     window = (sliding_window - 1, 0) if causal else (sliding_window, sliding_window)
     return LayerMask(_Band(MaskSpec.window(*window)))
 
@@ -503,17 +507,17 @@ def usp_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> LayerMask | Tensor:
-    """The mask interface of the attention implementation ``usp``; UnsupportedAttentionError for a
-    mask function that is not known."""
+    """The mask interface of ``usp``: a stand-in for the mask, or a tensor for layers that need one
+    (``Shard.mask_of_keys``). UnsupportedAttentionError for an unknown mask function."""
     if isinstance(attention_mask, LayerMask):  # made around the text model, for all of its layers
         return attention_mask
-    mask, shard = LayerMask(_read(mask_function)), PASS.get()
+    mask, shard = LayerMask(_band_of(mask_function)), PASS.get()
     if shard is None or shard.mask_of_keys is None:
         return mask
     return shard.mask_of_keys(shard, mask, batch_size, dtype, device)
 
 
-def _read(function: Callable[..., Any]) -> _Band:
+def _band_of(function: Callable[..., Any]) -> _Band:
     if function is masking_utils.causal_mask_function:
         return _Band(MaskSpec.causal())
     if function is masking_utils.bidirectional_mask_function:
@@ -523,7 +527,7 @@ def _read(function: Callable[..., Any]) -> _Band:
         for first, second in zip(parts, parts[::-1], strict=True) if len(parts) == 2 else []:
             reader = overlays.get(_code(first))
             if reader is not None:
-                return reader(_closure(first), _read(second))
+                return reader(_closure(first), _band_of(second))
     name = getattr(function, "__qualname__", repr(function))
     raise UnsupportedAttentionError(
         f"a layer asks for the mask function {name}, which is none of causal, bidirectional, "
@@ -531,6 +535,7 @@ def _read(function: Callable[..., Any]) -> _Band:
     )
 
 
+# Each reader is given what an overlay closes over, and the mask that transformers joins it with.
 def _causal_window(closure: dict[str, Any], inner: _Band) -> _Band:
     _require(inner.mask.is_causal and inner.chunk is None, "a sliding window")
     size = closure["sliding_window"]

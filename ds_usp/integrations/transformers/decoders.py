@@ -37,6 +37,7 @@ from ds_usp.integrations.transformers.query_chunks import (
 )
 from ds_usp.integrations.transformers.recurrent_layers import (
     ReplacedAttributes,
+    has_other_forward,
     is_of_transformers,
 )
 from ds_usp.integrations.transformers.sparse_layers import as_scores, gather_tokens, seen_keys
@@ -64,8 +65,6 @@ _ANGLES: Final = frozenset({"RoFormerSinusoidalPositionalEmbedding"})
 _BIASES: Final[Mapping[str, str]] = MappingProxyType(
     {"BloomModel": "build_alibi_tensor", "MptModel": ""}
 )
-
-
 T = TypeVar("T")
 
 
@@ -102,7 +101,7 @@ def gathered_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def reason_against_attention(model: PreTrainedModel) -> str:
-    """Why layers of a model without transformers' attention interface cannot be sharded."""
+    """Why layers of a model without transformers' attention interface cannot be sharded, or ""."""
     text = text_model(model)
     layers, gathered = attention_layers(model), gathered_layers(model)
     reason = "it computes attention itself (_supports_attention_backend is not set)"
@@ -123,8 +122,7 @@ def reason_against_attention(model: PreTrainedModel) -> str:
         return f"{reason}, and makes its masks of the tokens that it is given"
     for layer in gathered:
         kind = type(layer)
-        forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
-        if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
+        if has_other_forward(layer):
             return f"{reason}, and the forward of {kind.__name__} is not transformers' own"
         if "_flash_attention_forward" in _source(kind):
             return f"{reason} by FlashAttention: load it with attn_implementation='eager' or 'sdpa'"
@@ -225,6 +223,7 @@ def _run_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    # Stands for a gathered layer's `forward`, which is bound; `config` is the text model's.
     name, shard = type(layer).__name__, PASS.get()
     arguments = _signature(type(layer)).bind(layer, *args, **kwargs).arguments
     others = arguments.pop("kwargs", {})
@@ -240,16 +239,16 @@ def _run_layer(
     gather = partial(gather_tokens, dim=-2, mesh=shard.call.mesh, layout=shard.layout)
     key_cache = _DecoderCache(name, gather)
     key_cache.before = shard.layout.seq_len - shard.length
-    cache = next(x for x in _CACHES if x in _signature(type(layer)).parameters)
+    cache_name = next(x for x in _CACHES if x in _signature(type(layer)).parameters)
     del arguments["self"]
-    scores = 4 * len(hidden) * config.num_attention_heads * shard.layout.seq_len
-    chunks = number_of_chunks(query_chunks, shard.layout, scores)
+    query_bytes = 4 * len(hidden) * config.num_attention_heads * shard.layout.seq_len
+    chunks = number_of_chunks(query_chunks, shard.layout, query_bytes)
     run = partial(forward, **others)
     if chunks > 1:
-        out = _run_in_chunks(layer, shard, key_cache, chunks, run, arguments, cache)
+        out = _run_in_chunks(layer, shard, key_cache, chunks, run, arguments, cache_name)
     else:
         with _RowsOfMask(layer, shard, slice(None)):
-            out = run(**{**arguments, cache: key_cache})
+            out = run(**{**arguments, cache_name: key_cache})
     if key_cache.updated is None:
         raise UnsupportedAttentionError(
             f"{name} has not put its keys into the KV cache that it was given: each query would "
@@ -266,16 +265,17 @@ def _run_in_chunks(
     chunks: int,
     forward: Any,
     arguments: Mapping[str, Any],
-    cache: str,
+    cache_name: str,
 ) -> Any:
-    """Return what ``forward`` returns, by chunks of the queries (Note [queries in chunks])."""
+    """Return what ``forward(**arguments)`` does, by chunks of the queries (Note [queries in chunks]
+    of query_chunks.py)."""
     key_cache.is_first_run = True
     with suppress(KeysAreMade), _RowsOfMask(layer, shard, slice(None)):
-        forward(**{**arguments, cache: key_cache})
+        forward(**{**arguments, cache_name: key_cache})
     gathered = Gathered(layer, key_cache, None, joined=False)
     seq_len = shard.layout.seq_len
     parts = {x.start: x for x in parts_of_shard(shard.length, chunks, seq_len)}
-    name = next(name for name, x in arguments.items() if isinstance(x, Tensor))
+    hidden_name = next(name for name, x in arguments.items() if isinstance(x, Tensor))
     further: list[Any] = []  # results beside attention's: no weights, 1-D biases that callers add
 
     def run(x: Tensor, start: int, stop: int) -> Tensor:
@@ -285,7 +285,7 @@ def _run_in_chunks(
         part_cache.before = seq_len - stop + start
         sliced = {key: of_queries(key, y, part, _QUERY_DIMS) for key, y in arguments.items()}
         with _RowsOfMask(layer, shard, slice(start, stop)):
-            out = forward(**{**sliced, name: x, cache: part_cache})
+            out = forward(**{**sliced, hidden_name: x, cache_name: part_cache})
         if not isinstance(out, tuple):
             return cast(Tensor, out)
         further[:] = None, *out[2:]
@@ -297,7 +297,7 @@ def _run_in_chunks(
         return cast(Tensor, out[0])
 
     borders = [(part.start, part.stop) for part in parts.values()]
-    result = in_chunks_at(run, arguments[name], borders, 1, layer)
+    result = in_chunks_at(run, arguments[hidden_name], borders, 1, layer)
     return (result, *further) if further else result
 
 
@@ -332,12 +332,12 @@ class _DecoderCache(KeyCache):
 class _CacheOfChunk(_DecoderCache):
     """Returns the keys that were gathered."""
 
-    def __init__(self, layer_cache: _DecoderCache, pair: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, layer_cache: _DecoderCache, keys_and_values: tuple[Tensor, Tensor]) -> None:
         super().__init__(layer_cache._layer, layer_cache._gather)
-        self._pair = pair
+        self._keys_and_values = keys_and_values
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self._pair
+        return self._keys_and_values
 
 
 class _RowsOfMask:

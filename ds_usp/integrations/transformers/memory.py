@@ -89,7 +89,8 @@ class ModelMemory:
     """Decides what the layers of a model save for backward, recompute, or offload.
 
     Args:
-        carry: makes of a layer's forward what a checkpoint is given; None: the forward itself.
+        carry: makes of a layer's forward what a checkpoint is given, so that recomputation finds
+            the pass (``attention.carry``); None: layers hand it on themselves.
 
     Raises:
         ConfigError: the model has no such layers, or MLPs that cannot be computed in chunks.

@@ -25,12 +25,7 @@ from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.integrations.model_comparison import ModelComparison
-from ds_usp.integrations.replicas import (
-    Reduction,
-    join_shards,
-    same_on_all_ranks,
-    sum_of_shards,
-)
+from ds_usp.integrations.replicas import Reduction, join_shards, same_on_all_ranks, sum_of_shards
 from ds_usp.integrations.shard_noise import ShardNoise
 from ds_usp.integrations.transformers import decoders, refusals
 from ds_usp.integrations.transformers.attention import (
@@ -72,7 +67,7 @@ from ds_usp.kernels.registry import AUTO
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS, TREE
 
-_SAME_BATCH = (
+_ADVICE = (
     "Give every rank of the mesh the same whole batch: attach(trainer, mesh) does so for a "
     "Trainer, replicate_batches(loader, mesh) for a data loader"
 )
@@ -101,9 +96,8 @@ def enable(
     To everything around the model the ranks of the mesh are data-parallel replicas that were given
     the same batch: each gives the whole batch, gets the whole batch's loss, and the mean over the
     ranks of the gradients is the gradient. Call it on every rank, before DistributedDataParallel,
-    ``fully_shard``, ``deepspeed.initialize`` or a Trainer takes the model. A model that is enabled
-    goes on over another mesh by the same call, also when an engine has taken it: so does one whose
-    mesh has failed for good, with its weights and its optimizer.
+    ``fully_shard``, ``deepspeed.initialize`` or a Trainer takes the model. The same call moves an
+    enabled model to another mesh, also in an engine, or where its mesh has failed for good.
 
     Args:
         model: a ``PreTrainedModel``, or a PEFT model around one. Of a model with towers for images
@@ -115,11 +109,11 @@ def enable(
         gradients: what is done with the ranks' gradients: their ``mean`` over all ranks (DDP,
             FSDP2, ZeRO without an mpu), or their ``sum`` over the mesh.
         logits: outputs per token: ``shard``, of this rank's tokens; ``whole``, joined on every
-            rank; ``auto``, whole where no labels are given and shards where they are.
+            rank; ``auto``, shards where labels are given, else whole.
         recompute: what backward computes again of each layer: ``none``; ``attention``: all but
-            attention; ``full``: all. Turns torch's checkpoints on. Where
-            transformers' own are on (``gradient_checkpointing_enable``, before or after this call),
-            those are used: ``attention`` keeps attention's results in them, the others leave them.
+            attention; ``full``: all. Turns torch's checkpoints on, or uses transformers' own
+            (``gradient_checkpointing_enable``, before or after this call): ``attention`` keeps
+            attention's results in them, the others leave them.
         offload_ratio: fraction of what layers save that waits for backward in host memory.
         loss_chunks: head and loss in so many chunks of tokens where labels are given: logits of all
             tokens never exist, and the output has none; 0: not in chunks.
@@ -189,10 +183,11 @@ def enable(
 
 
 def find_enabled(model: nn.Module, inner: PreTrainedModel) -> EnabledModel | None:
-    """Return what :func:`enable` returned for a model, or for one that PEFT has wrapped since.
+    """Return what :func:`enable` returned for a model, or for one that PEFT has wrapped since; None
+    for others. ``inner`` is the model without PEFT (``refusals.find_model``).
 
     Raises:
-        ConfigError: its configuration is that of an enabled model, and itself is not enabled.
+        ConfigError: it shares the configuration of an enabled model, and is not enabled itself.
     """
     for module in (model, inner):
         for hook in module._forward_pre_hooks.values():
@@ -229,16 +224,17 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         self._compared.begin(f"{subject} {type(self._inner).__name__}", f"with {self._options}")
 
     def _install(self) -> None:
+        """Register hooks and replace functions; each of them is undone in :meth:`_restore`."""
         model, mesh, inner, options = self.model, self.mesh, self._inner, self._options
         self._whole_head = refusals.needs_whole_head(inner)
         self._trunk = text_model(inner)
         # Where shards begin in passes that need whole inputs before them, or whole outputs after.
         self._text = self._trunk if self._whole_head or has_towers(inner) else inner
-        self._whole_batch: WholeArguments | None = None
-        self._rows: RowsAsTree | None = None  # of the pass that runs
+        self._whole_batch: WholeArguments | None = None  # which _before leaves to _before_text
+        self._rows: RowsAsTree | None = None  # of the pass that runs, under share_prefixes
         self._parameters = refusals.positional_arguments(model, inner)
         self._enabled = True
-        self._outer_pass: tuple[Shard | None] | None = None  # while shards are given
+        self._outer_pass: tuple[Shard | None] | None = None  # PASS before shards were given
         self._running, self._noise = RunningPass(), ShardNoise(mesh.rank)
         self._positions = LargestPosition(self._running, partial(text_modules, inner))
         self._positions.follow(self._compared.structure)
@@ -358,11 +354,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # The whole batch goes in, and not a shard: documents, padding and positions that start anew
         # are read as transformers reads them on one rank, labels are shifted before they are cut,
-        # and loss tokens are counted of all. A shard shows none of these.
+        # and loss tokens are counted of all. The model is called with this rank's shard, or with
+        # whole arguments where shards begin at its text model (at_text).
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        model = self._compared
-        with same_on_all_ranks(self.mesh, "a batch of", arguments, model, advice=_SAME_BATCH):
-            others = refusals.others_than_tokens(arguments)
+        with same_on_all_ranks(self.mesh, "a batch of", arguments, self._compared, advice=_ADVICE):
+            other_tensors = refusals.others_than_tokens(arguments)
             refusals.check_arguments(
                 arguments,
                 takes_others=self._text is not self._inner,
@@ -371,7 +367,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             caller_arguments, self._rows = arguments, self._as_tree(arguments)
             arguments = arguments if self._rows is None else self._rows.arguments
             batch = self._read(arguments)
-            at_text = self._whole_head or bool(others) or self._places_by_tokens(batch)
+            at_text = self._whole_head or bool(other_tensors) or self._places_by_tokens(batch)
             if not at_text:
                 # Not of the tree's arguments, whose positions are made here, from 0 on.
                 modules = without_towers(self._inner)
@@ -382,18 +378,18 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             if self._recurrent.forgets_at_0:
                 refusals.check_documents(self._inner, batch)
             self._sparse.check(batch)
-            made_here = self._image_positions.begin(batch)
+            makes_positions = self._image_positions.begin(batch)
             targets = self._targets_of(batch)
             batch.check_targets(targets)
             if targets is not None and not arguments.get(_TRL_FUSED_HEAD):
                 refusals.check_loss(self._inner)
             if self._whole_head:
                 refusals.check_padding(self._inner, batch, arguments.get("labels"))
-            embeddings = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
+            num_inputs = getattr(self._inner.get_input_embeddings(), "num_embeddings", None)
             if at_text and not self._whole_head:  # all ranks embed all tokens, and all fail
-                embeddings = None
-            outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
-            batch.check_tokens(embeddings, targets, outputs)
+                num_inputs = None
+            num_outputs = getattr(self._inner.get_output_embeddings(), "out_features", None)
+            batch.check_tokens(num_inputs, targets, num_outputs)
             layout = batch.layout(self.mesh, self._options.layout)
             self._memory.prepare(layout)
         with self.mesh.consistency.forward_pass_of(type(self._inner).__name__):
@@ -404,10 +400,10 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             )
             shard = Shard(call, batch.packing)
             shard.drop_last = "shift_labels" not in batch.arguments
-            local = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
-            if made_here:
-                local.pop("position_ids", None)
-            self._set_targets(targets, batch.arguments.get(LOSS_WEIGHTS), shard, local)
+            passed = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
+            if makes_positions:
+                passed.pop("position_ids", None)
+            self._set_targets(targets, batch.arguments.get(LOSS_WEIGHTS), shard, passed)
             self._whole_batch = batch if at_text else None
             self._running.begin(shard)
             if not at_text:
@@ -417,17 +413,18 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 counts = counts if rows is None else rows.counts
                 self._router_loss.begin(
                     None if counts is None else layout.shard(counts, 1, self.mesh.rank),
-                    in_fused_head=bool(local.get(_TRL_FUSED_HEAD)),
+                    in_fused_head=bool(passed.get(_TRL_FUSED_HEAD)),
                     is_tree=rows is not None,
                 )
-            return (), local
+            return (), passed
 
     def _as_tree(self, arguments: Mapping[str, Any]) -> RowsAsTree | None:
         """The batch as a tree of what its rows share, if that is asked for and there is any."""
         if not self._options.share_prefixes:
             return None
         options, in_fused_head = self._options, bool(arguments.get(_TRL_FUSED_HEAD))
-        # Rows that are equal, and mostly padding, are a tree of fewer tokens than a shard needs.
+        # Equal rows, mostly padding, may be a tree of fewer tokens than layouts need (two pieces a
+        # rank under zigzag) or ModelMemory.prepare wants for chunks.
         chunks = max(1, options.loss_chunks, options.mlp_chunks)
         min_tokens = 2 * chunks * self.mesh.sp_degree
         return RowsAsTree.read(arguments, min_tokens=min_tokens, in_fused_head=in_fused_head)
@@ -461,7 +458,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return WholeArguments.read(used)
 
     def _shard_of(self, batch: WholeArguments, shard: Shard) -> dict[str, Any]:
-        """Return the arguments of the module at which shards begin, and of the layers in it."""
+        """Return this rank's arguments of the module at which shards begin, and of its layers;
+        notes the batch's positions in ``shard``."""
         positions = batch.arguments.get("position_ids")
         shard.largest_position = (self._rows or batch).largest_position
         local = batch.shard(shard.layout, self.mesh.rank)
@@ -541,8 +539,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
     def _check_positions(
         self, arguments: Mapping[str, Any], left_padded: bool, modules: Iterable[nn.Module]
     ) -> None:
-        """DataError where one of these modules would count other positions than a shard has by its
-        tokens' indices."""
+        """DataError where no positions are given, and one of these modules would count others than
+        each token's index in the whole batch, which a shard is given then."""
         if arguments.get("position_ids") is not None:
             return
         name = type(self._inner).__name__
@@ -561,15 +559,16 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         """Return the labels of every token's outputs, ``[b, seq_len]``; None without labels."""
         if self._loss is None or not {"labels", _TRL_FUSED_HEAD} & batch.arguments.keys():
             return None
-        return batch.labels_to_shift() if self._loss.shifts else batch.arguments.get("labels")
+        return batch.shifted_labels() if self._loss.shifts else batch.arguments.get("labels")
 
     def _set_targets(
-        self, targets: Tensor | None, weights: Tensor | None, shard: Shard, local: dict[str, Any]
+        self, targets: Tensor | None, weights: Tensor | None, shard: Shard, passed: dict[str, Any]
     ) -> None:
-        """Shard the labels, and count those of the whole batch, or sum their weights."""
-        local.pop("shift_labels", None)
-        local.pop(LOSS_WEIGHTS, None)
-        count = local.pop("num_items_in_batch", None)
+        """Set ``shard.targets`` from whole labels and weights, ``[b, seq_len]``, and take out of
+        ``passed``, which the model is called with, what its loss gets from there."""
+        passed.pop("shift_labels", None)
+        passed.pop(LOSS_WEIGHTS, None)
+        count = passed.pop("num_items_in_batch", None)
         if self._loss is None or targets is None:
             return
         if count is None:
@@ -578,11 +577,11 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         shard_labels = shard.layout.shard(targets, 1, self.mesh.rank)
         if weights is not None:
             weights = shard.layout.shard(weights, 1, self.mesh.rank)
-        local.setdefault("labels", shard_labels)
-        in_chunks = self._options.loss_chunks > 0 and not local.get(_TRL_FUSED_HEAD)
-        shard.targets = Targets(local["labels"], shard_labels, count, in_chunks, weights)
-        if _TRL_FUSED_HEAD in local:  # which computes its loss from these
-            local |= {"shift_labels": shard_labels, "num_items_in_batch": count}
+        passed.setdefault("labels", shard_labels)
+        in_chunks = self._options.loss_chunks > 0 and not passed.get(_TRL_FUSED_HEAD)
+        shard.targets = Targets(passed["labels"], shard_labels, count, in_chunks, weights)
+        if _TRL_FUSED_HEAD in passed:  # which computes its loss from these
+            passed |= {"shift_labels": shard_labels, "num_items_in_batch": count}
 
     @disable_in_compile("outputs are joined over the ranks after a forward pass")
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], out: Any) -> Any:
@@ -593,6 +592,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return self._joined(name, kwargs, out)
 
     def _joined(self, name: str, kwargs: dict[str, Any], out: Any) -> Any:
+        """Check and join outputs for the caller; ``kwargs`` are those that ``_before`` returned."""
         shard = cast(Shard, self._running.shard)
         implementation = self._trunk.config._attn_implementation
         if implementation != IMPLEMENTATION:
@@ -729,6 +729,7 @@ def join_outputs(
     """Replace outputs per token by those of the whole batch; collective.
 
     Args:
+        join: makes the whole tensor of a shard ``[batch, s_local, ...]``; the collective.
         batch: rows.
         join_all: all of them, not only log-probabilities.
         drop_last: log-probabilities have none for the last token, whose label is not known.

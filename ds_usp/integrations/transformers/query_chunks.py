@@ -55,7 +55,7 @@ class KeyCache:
 
     Args:
         layer: the name of its class.
-        gather: makes the keys of all tokens of those of this rank.
+        gather: makes the keys of all tokens of those of this rank, along dim -2; collective.
 
     Attributes:
         updated, indexed: keys and values that were put in, and those of the indexer, of all tokens.
@@ -111,7 +111,7 @@ class KeyCache:
         return compressed
 
     def pick(self, run: Callable[[], Any]) -> Any:
-        """Return what ``run``, the layer's indexer, returns; nothing in the first run, which ends
+        """Return what ``run``, the layer's indexer, returns; no picks in the first run, which ends
         there. The module ends as it always does: hooks of engines count on that."""
         try:
             return run()
@@ -137,11 +137,11 @@ class Part(NamedTuple):
     """Queries that a layer computes together.
 
     Attributes:
-        start, stop: from and to which of the rank's queries. Where rows differ in their documents
-            they lie one after the other.
+        start, stop: a range of the rank's queries. Where rows differ in their documents they lie
+            one after the other.
         row: of the batch; None: of all rows.
-        row_start: place of the first query in its row.
-        first, last: from and to which place of the sequence these queries may see keys.
+        row_start: index of the first query in its row of the shard.
+        first, last: the range of places in the sequence of which these queries may see keys.
     """
 
     start: int
@@ -212,7 +212,7 @@ class _CacheOfPart(KeyCache):
     """Returns the keys that were gathered, and what was picked when backward asks again.
 
     Args:
-        of_layer: the keys of all tokens.
+        layer_cache: has the keys of all tokens, after the first run.
         part: of the queries.
         gathered: what the layer gets its keys and values of.
         picked: by each part's first query.
@@ -385,10 +385,10 @@ def _in_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def _joined(further: list[tuple[Any, ...]], picked: dict[int, Any], rows: int) -> list[Any]:
-    """Join results of parts, of which the first is what was picked, if it goes to the next layer:
-    what a checkpoint keeps of that is a part of what the next layer has."""
+    """Join the parts' further results, of which the first is what was picked, if the next layer
+    gets it: ``picked`` becomes views of that, so that checkpoints keep it once."""
     joined = [x[0] if x[0] is None else torch.cat(x, 1) for x in zip(*further, strict=True)]
-    further[:] = [()] * len(further)
+    further[:] = [()] * len(further)  # frees them; backward adds none, as they are as many
     if joined and joined[0] is not None:
         for start, part_picks in picked.items():
             picked[start] = joined[0].narrow(1, start, part_picks.shape[1])
@@ -417,6 +417,7 @@ class Gathered:
         self._compressed = {name: self._summed(pair) for name, pair in cache.compressed.items()}
 
     def _summed(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Pair each tensor, without its graph, with the one that its gradients go to."""
         if self._joined:
             tensors = (torch.cat(tensors, -1),)
         return tuple(
@@ -436,6 +437,7 @@ class Gathered:
         pair = self.of_part(self._keys, part)
         if self._window is None:
             return pair
+        # As seen_keys_in_document has them: from the first that the first query sees.
         return tuple(x[..., 1 - self._window - part.stop + part.start :, :] for x in pair)
 
     def to_compress(self, part: Part, name: str) -> Any:
@@ -569,10 +571,10 @@ def attend_to_picked(
     else:
         seen_picks = seen[:, 0].gather(-1, indices.long())
     rows, heads, length, width = query.shape
-    rank, tokens, number = module.kv_lora_rank, latents.shape[-2], indices.shape[-1]
-    nope = width - (latents.shape[-1] - rank)
-    identity = torch.eye(rank, dtype=query.dtype, device=query.device)
-    matrix = module.kv_b_proj(identity).view(rank, heads, -1)
+    lora_rank, tokens, num_picks = module.kv_lora_rank, latents.shape[-2], indices.shape[-1]
+    nope = width - (latents.shape[-1] - lora_rank)
+    identity = torch.eye(lora_rank, dtype=query.dtype, device=query.device)
+    matrix = module.kv_b_proj(identity).view(lora_rank, heads, -1)
     to_key, to_value = matrix[..., :nope], matrix[..., nope:]
     query = query.to(matrix.dtype).transpose(1, 2)
     latent_query = torch.einsum("bshn,rhn->bshr", query[..., :nope], to_key)
@@ -581,15 +583,15 @@ def attend_to_picked(
     positions = indices.long()
     first = torch.arange(rows, device=positions.device)[:, None, None] * tokens
     picked = _Pick.apply(total, latents, (positions + first).flatten()).to(query.dtype)
-    picked = picked.view(rows * length, number, -1)
+    picked = picked.view(rows * length, num_picks, -1)
     # Half of the least number: a score that is added must not make it infinite.
     unseen = torch.finfo(query.dtype).min / 2
     mask = torch.zeros_like(positions, dtype=query.dtype).masked_fill(~seen_picks, unseen)
-    mask = mask.view(rows * length, 1, number).expand(-1, heads, -1)
+    mask = mask.view(rows * length, 1, num_picks).expand(-1, heads, -1)
     scores = torch.baddbmm(mask, query, picked.transpose(1, 2), alpha=scaling)
     if s_aux is not None:
         sinks = s_aux.to(scores.dtype).view(1, heads, 1).expand(len(scores), -1, -1)
         scores = torch.cat([scores, sinks], -1)
-    weights = scores.softmax(-1, dtype=torch.float32)[..., :number].to(picked.dtype)
-    out = torch.bmm(weights, picked[..., :rank]).view(rows, length, heads, rank)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., :num_picks].to(picked.dtype)
+    out = torch.bmm(weights, picked[..., :lora_rank]).view(rows, length, heads, lora_rank)
     return torch.einsum("bshr,rhv->bshv", out, to_value), None

@@ -69,7 +69,8 @@ def _refuse(function: str, arguments: Mapping[str, Any], *names: str) -> None:
             )
 
 
-# The functions are given what layers hand on, much of which is for others (`position_ids`).
+# Each has the arguments, shapes and results of the function that it stands for, of this rank's
+# tokens, and no final state. Layers hand on more (`position_ids`) in `others`.
 def _conv(
     sharding: Sharding,
     kernel: Any,
@@ -97,17 +98,8 @@ def _delta_rule(
     **others: Any,
 ) -> tuple[Tensor, None]:
     _refuse("a delta rule", others, "initial_state", "output_final_state", "cu_seqlens")
-    out = delta_rule(
-        kernel,
-        query,
-        key,
-        value,
-        g,
-        beta,
-        **sharding,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-    )
-    return out, None
+    options = {**sharding, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    return delta_rule(kernel, query, key, value, g, beta, **options), None
 
 
 def _mamba2(
@@ -199,6 +191,7 @@ def _lightning(
 
 
 def _lightning_blocks(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Lightning attention without a state from before: outputs ``[b, h, t, d]``, the last state."""
     # By the layer's own buffers within a block: they are rounded with the model to bf16.
     outs, state = [], q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3])
     for start in range(0, q.shape[2], layer.block_size):

@@ -87,20 +87,25 @@ def _globals_of(kind: Any) -> set[str]:
     return {x.argval for x in instructions if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is not that of its class; Accelerate's hooks do not count."""
+    forward = vars(module).get("_old_forward", vars(module).get("forward"))
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
 def reason_against_layer(layer: nn.Module) -> str:
-    """Why the functions of a recurrent layer cannot be replaced; nothing if they can."""
+    """Why the functions of a recurrent layer cannot be replaced; "" if they can."""
     kind = type(layer)
     name = kind.__name__
     functions = functions_of(layer)
-    hidden = functions.keys() & FUNCTIONS.keys() - _globals_of(kind)
+    called_by_base = functions.keys() & FUNCTIONS.keys() - _globals_of(kind)
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     if "forward" in functions and "forward" not in METHODS.get(owner.__name__, {}):
-        hidden = {"forward"}  # which one of the table would replace
-    if hidden or not is_of_transformers(owner):
-        inside = ", ".join(sorted(hidden or functions))
+        called_by_base = {"forward"}  # which one of the table would replace
+    if called_by_base or not is_of_transformers(owner):
+        inside = ", ".join(sorted(called_by_base or functions))
         return f"{name} has a forward of its own around that of {inside}"
-    forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
-    if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
+    if has_other_forward(layer):
         return (
             f"the forward of {name} was replaced (use_kernels=True does so on some GPUs), by one "
             "that is not known here: load the model without it"
@@ -177,6 +182,7 @@ def _run_layer(
     usp: Shard | None = None,
     **kwargs: Any,
 ) -> Any:
+    """Run ``forward``, not bound, over the mesh; refuse it if it calls not all of ``needed``."""
     name = type(layer).__name__
     shard = usp if usp is not None else PASS.get()
     if shard is None:  # it would be a state within a shard, or of the whole batch on every rank

@@ -180,6 +180,7 @@ def reasons_against(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
+    """Why layers that carry a state from token to token are not served; nothing without any."""
     text = model.config.get_text_config()
     layer_types = list(getattr(text, "layer_types", None) or ())
     kinds = {kind for kind in layer_types if "attention" not in kind or "linear" in kind}
@@ -204,8 +205,9 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
         )
         return
     # A checkpoint's own code (trust_remote_code) may have other layers under the same name.
-    ours = {_package(base) for base in type(text_model(model)).__mro__ if is_of_transformers(base)}
-    if ours.isdisjoint(map(_package, type(text).__mro__)):
+    classes, config_classes = type(text_model(model)).__mro__, type(text).__mro__
+    folders = {x.__module__.rpartition(".")[0] for x in classes if is_of_transformers(x)}
+    if folders.isdisjoint(x.__module__.rpartition(".")[0] for x in config_classes):
         yield (
             f"{states}: {type(text_model(model)).__name__} is not transformers' own model of the "
             f"type {text.model_type}: load it without trust_remote_code"
@@ -223,27 +225,21 @@ def _reasons_against_states(model: PreTrainedModel) -> Iterator[str]:
         return
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.rpartition(".")[0]
-
-
 # What holds a layer's attention, and no norm, gate or dropout beside it.
 _ATTENTION = re.compile(r"(?!.*(norm|drop|ln))\w*(attn|attention)")
 
 
 def replaced_attention(model: PreTrainedModel) -> dict[str, frozenset[str]]:
-    """Modules that are neither transformers' nor torch's in the place of a layer's attention: by
-    their names, the classes of what is in them, of which one must be attention."""
+    """Find modules in the place of a layer's attention that are not transformers' or torch's: by
+    class name, the classes of what is in each, one of which must call the attention interface."""
     names: dict[str, frozenset[str]] = {}
     for layer in text_modules(model):
         if not isinstance(layer, GradientCheckpointingLayer):
             continue
         for name, part in layer.named_children():
-            kind = type(part)
-            ours = any(map(is_of_transformers, kind.__mro__)) or kind.__module__.startswith(
-                "torch."
-            )
-            if _ATTENTION.match(name) and not ours:
+            kind, bases = type(part), type(part).__mro__
+            known = kind.__module__.startswith("torch.") or any(map(is_of_transformers, bases))
+            if _ATTENTION.match(name) and not known:
                 names[kind.__name__] = frozenset(type(module).__name__ for module in part.modules())
     return names
 
@@ -436,11 +432,10 @@ def check_loss(model: PreTrainedModel) -> None:
 
 def needs_whole_head(model: PreTrainedModel) -> bool:
     """Whether head and loss are computed of whole sequences on every rank: a loss that is no sum
-    over tokens, as those of heads for classification and rewards are, has no shares to sum."""
-    takes_targets = {"labels", "start_positions"} & inspect.signature(
-        model.forward
-    ).parameters.keys()
-    return bool(takes_targets) and model.loss_function not in SUMS_OVER_TOKENS
+    over tokens, as those of heads for classification and rewards, has no shares to sum."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_targets = "labels" in parameters or "start_positions" in parameters
+    return takes_targets and model.loss_function not in SUMS_OVER_TOKENS
 
 
 def check_whole_head(model: PreTrainedModel, options: Options) -> None:

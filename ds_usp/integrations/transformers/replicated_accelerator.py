@@ -113,7 +113,7 @@ class ReplicatedAccelerator(Accelerator):
     """
 
     _usp_replicas: DataParallelRanks
-    _usp_first_ranks: list[int]
+    _usp_first_ranks: list[int]  # of each rank of the world, the first rank of its mesh
     _usp_takes_first = False  # inside of of_first_ranks
 
     @property
@@ -131,8 +131,8 @@ class ReplicatedAccelerator(Accelerator):
 
     @contextmanager
     def of_first_ranks(self) -> Iterator[None]:
-        """Gather, inside, what the first rank of each mesh has, whatever the others have; a process
-        has the number of its mesh, as code that takes its part of what it has gathered needs it."""
+        """Let gathers take what the first rank of each mesh has, and compare nothing, and
+        ``process_index`` be the number of the mesh, by which code then takes its part."""
         self._usp_takes_first = True
         try:
             yield
@@ -204,6 +204,7 @@ class ReplicatedAccelerator(Accelerator):
         return recursively_apply(self._once_a_replica, super().gather(tensor))
 
     def _once_a_replica(self, gathered: Tensor) -> Tensor:
+        """Keep those rows of all ranks', ``[ranks * n, ...]``, that each mesh's first one has."""
         first_ranks = self._usp_first_ranks
         if self._usp_replicas.size == len(first_ranks):
             return gathered

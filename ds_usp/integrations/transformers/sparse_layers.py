@@ -21,12 +21,7 @@ from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec, has_only
 from ds_usp.geometry.state_chains import StateChains, state_chains
-from ds_usp.integrations.transformers.attention import (
-    Shard,
-    layer_mask,
-    mask_of,
-    text_of_dropout,
-)
+from ds_usp.integrations.transformers.attention import Shard, layer_mask, mask_of, text_of_dropout
 from ds_usp.integrations.transformers.query_chunks import (
     KeyCache,
     Part,
@@ -40,6 +35,7 @@ from ds_usp.integrations.transformers.query_chunks import (
 )
 from ds_usp.integrations.transformers.recurrent_layers import (
     ReplacedAttributes,
+    has_other_forward,
     is_of_transformers,
 )
 from ds_usp.integrations.transformers.text_model import text_modules
@@ -93,9 +89,7 @@ def _names_of(kind: Any) -> frozenset[str]:
 def reason_against_layer(layer: nn.Module) -> str:
     """Return why a sparse layer cannot run on gathered keys; an empty text if it can."""
     kind = type(layer)
-    forward = vars(layer).get("_old_forward", vars(layer).get("forward"))
-    replaced = forward is not None and getattr(forward, "__func__", None) is not kind.forward
-    if replaced or not is_of_transformers(kind):
+    if has_other_forward(layer) or not is_of_transformers(kind):
         return (
             f"{kind.__name__} picks keys by an indexer, and its forward is not transformers' own: "
             "load the model without use_kernels and trust_remote_code"
@@ -185,6 +179,7 @@ def _run_layer(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> Any:
+    # Stands for a sparse layer's `forward`, which is bound. `implementation`: "sdpa" or "eager".
     kind, counts_tokens = type(layer).__name__, _is_any(type(layer), _COUNTS)
     if usp is None or (position_ids is None and not counts_tokens):
         raise ConfigError(
@@ -202,10 +197,10 @@ def _run_layer(
     if position_ids is not None:
         kwargs["position_ids"] = position_ids
     chains = state_chains(layout, spec.documents, rows) if counts_tokens else None
-    together = rows if chains is None else chains.rows_of_piece
-    query_bytes = together * bytes_of_query(layer, layout.seq_len, hidden_states.element_size())
-    chunks = number_of_chunks(query_chunks, layout, query_bytes)
-    bools = implementation != "eager" or (chunks > 1 and reads_picked_latents(layer))
+    rows_together = rows if chains is None else chains.rows_of_piece
+    bytes_a_row = bytes_of_query(layer, layout.seq_len, hidden_states.element_size())
+    chunks = number_of_chunks(query_chunks, layout, rows_together * bytes_a_row)
+    takes_bools = implementation != "eager" or (chunks > 1 and reads_picked_latents(layer))
     run = partial(run_in_parts, layer, forward, key_cache, check=check, recomputed=chunks > 1)
     run = partial(run, hidden_states=hidden_states, arguments=kwargs)
     if chains is not None:
@@ -222,8 +217,8 @@ def _run_layer(
             if masks_padding:
                 return part.queries(real, 1)
             seen = seen_keys_in_document(layer, part, window, device)
-            seen = seen if bools else as_scores(seen, dtype)
-            return seen.expand(together, -1, -1, -1)
+            seen = seen if takes_bools else as_scores(seen, dtype)
+            return seen.expand(rows_together, -1, -1, -1)
 
         out = run(
             parts=parts_of_documents(chains, usp.call.mesh.rank, chunks),
@@ -236,17 +231,17 @@ def _run_layer(
 
         def seen_by(part: Part) -> Tensor:
             seen = seen_keys(spec, usp, device, part.start, part.stop)
-            seen = seen if bools else as_scores(seen, dtype)
+            seen = seen if takes_bools else as_scores(seen, dtype)
             return seen.expand(rows, -1, -1, -1)
 
         out = run(parts=parts_of_shard(length, chunks, layout.seq_len), seen=seen_by)
     else:
-        key = spec, implementation, dtype
-        seen = usp.masks.get(key)  # of a layer before, which is of the same pass
+        mask_key = spec, implementation, dtype
+        seen = usp.masks.get(mask_key)  # of a layer before, which is of the same pass
         if seen is None:
             seen = seen_keys(spec, usp, device, 0, length)
-            seen = seen if bools else as_scores(seen, dtype)
-            usp.masks[key] = seen
+            seen = seen if takes_bools else as_scores(seen, dtype)
+            usp.masks[mask_key] = seen
         kwargs |= {"attention_mask": seen.expand(rows, -1, -1, -1), "past_key_values": key_cache}
         out = forward(hidden_states=hidden_states, **kwargs)
         check()
@@ -255,8 +250,8 @@ def _run_layer(
 
 
 def _check_layer(layer: nn.Module, usp: Shard) -> bool:
-    """Return whether a layer reads the keys of one before it; raises UnsupportedAttentionError for
-    what would be other numbers than those of one process."""
+    """Return whether a layer reads the keys of one before it; notes in ``usp`` one that has made
+    such keys without a graph. Refuses dropout, and gradients that would be lost."""
     if getattr(layer, "store_full_length_kv", False) and not torch.is_grad_enabled():
         usp.shares_keys_without_graph = any(x.requires_grad for x in layer.parameters())
     reads_keys = getattr(layer, "is_kv_shared_layer", False)
@@ -273,7 +268,7 @@ def _check_layer(layer: nn.Module, usp: Shard) -> bool:
 
 
 def _spec_of(layer: nn.Module, mask: Any, usp: Shard) -> MaskSpec:
-    """Return what a layer's queries may see before it picks of that."""
+    """Return what a layer's queries may see before it picks of that; refuses masks not served."""
     kind = type(layer).__name__
     if _is_any(type(layer), _PADDING_MASKS) and isinstance(mask, Tensor) and mask.ndim == 2:
         mask = None  # padding is a document of its own
@@ -306,7 +301,7 @@ def _pick_blocks(
     keys: KeyCache,
 ) -> Tensor:
     """Return the keys that queries pick, ``[rows, 1, queries, keys]``, as Qwen4-Exp's indexer does:
-    the best blocks of keys, and those behind the last whole block. The queries are the last keys.
+    the best blocks, and the keys behind the last one. Queries are the last keys; angles are of all.
 
     Transformers' own is a loop over queries, which calls a module for each that has whole blocks:
     too slow for long sequences, and engines would gather its parameters in other numbers on ranks.
@@ -322,9 +317,7 @@ def _pick_blocks(
 
     def pick() -> Tensor:
         key = keys.update_indexer(heads[:, :, -1])
-        count = max(
-            key.shape[1] // ratio, 1
-        )  # of one block at the least, which may be no whole one
+        count = max(key.shape[1] // ratio, 1)  # one block at the least, filled up with zeros
         behind = max(count * ratio - key.shape[1], 0)
         whole = pad(key, (0, 0, 0, behind))[:, : count * ratio].unflatten(1, (count, ratio))
         pooled = indexer.k_layernorm(whole.float().mean(2).to(key.dtype))[:, :, None]

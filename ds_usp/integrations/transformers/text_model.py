@@ -139,12 +139,12 @@ class ImagePositions:
             for owner in owners:
                 owner.rope_deltas = None
         positions = batch.arguments.get("position_ids")
-        is_packed = positions is not None or bool(batch.documents)  # else nothing is read
+        is_packed = positions is not None or bool(batch.documents)  # else no tensor is read
         if not self._owners or not is_packed or not _GRIDS & batch.arguments.keys():
             return False
         runs = list(batch.runs())
-        is_made = len(runs) > batch.size if positions is None else positions.ndim == 2
-        if not is_made:  # by the model itself, or by the caller
+        must_make = len(runs) > batch.size if positions is None else positions.ndim == 2
+        if not must_make:  # the model itself does, or the caller did
             return False
         expected = f"[4, {batch.size}, {batch.seq_len}], of which the first counts tokens as text"
         rows = () if positions is None else positions.cpu().long().expand(batch.size, -1)
@@ -192,6 +192,8 @@ class ImagePositions:
             )
 
     def _of_documents(self, owner: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Stands for ``owner.get_rope_index``: positions ``[4, batch, tokens]`` of whole rows, of
+        which the first counts tokens as text, each document made as a row; and its deltas."""
         batch, make = cast(WholeArguments, self._batch), getattr(type(owner), _MAKES)
         bound = inspect.signature(make).bind(owner, *args, **kwargs)
         ids, runs = bound.arguments["input_ids"], list(batch.runs())

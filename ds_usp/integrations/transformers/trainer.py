@@ -154,7 +154,7 @@ def _check_trainer(trainer: Trainer) -> None:
             "serves models in a loop of your own"
         )
     args = trainer.args
-    if "prediction_step" in vars(trainer):
+    if "prediction_step" in vars(trainer):  # as _join_logits leaves it
         raise ConfigError("attach was called for this trainer before: it would count meshes twice")
     if trainer.model_wrapped is not trainer.model:
         raise ConfigError(
@@ -199,17 +199,9 @@ def _check_trainer(trainer: Trainer) -> None:
 # Of TRL 1.16; their subclasses too. GKD generates by its option lmbda.
 _GENERATING = frozenset(
     {
-        "A2POTrainer",
-        "AsyncDistillationTrainer",
-        "AsyncGRPOTrainer",
-        "DistillationTrainer",
-        "GOLDTrainer",
-        "IWOPDTrainer",
-        "OnlineDPOTrainer",
-        "SDFTTrainer",
-        "SDPOTrainer",
-        "LogCompletionsCallback",
-        "WeaveCallback",
+        *("A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer", "DistillationTrainer"),
+        *("GOLDTrainer", "IWOPDTrainer", "OnlineDPOTrainer", "SDFTTrainer", "SDPOTrainer"),
+        *("LogCompletionsCallback", "WeaveCallback"),
     }
 )
 _GENERATING_OPTIONS = ("lmbda", "seq_kd", "predict_with_generate", "generate_during_eval")
@@ -267,7 +259,7 @@ def _correct_rank_counts(trainer: Trainer, sp_degree: int) -> None:
 
 def _divide_by_loss_weights(trainer: Trainer) -> None:
     """Let a step's loss be divided by the weights of its labels, where batches have
-    ``loss_weights``, and not by their number."""
+    ``loss_weights``, and not by their number, as ``EnabledModel._set_targets`` does for a batch."""
     count = trainer._get_num_items_in_batch
 
     def num_items(batches: list[Any], device: torch.device) -> Any:
@@ -295,6 +287,7 @@ def _divide_by_loss_weights(trainer: Trainer) -> None:
 
 
 def _join_logits(trainer: Trainer) -> None:
+    """Let ``prediction_step`` return the logits of all tokens, where it returns any."""
     step = trainer.prediction_step
 
     def prediction_step(

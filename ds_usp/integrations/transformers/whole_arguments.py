@@ -69,7 +69,7 @@ class WholeArguments:
     """The keyword arguments of a forward pass before sharding, and what was read from them.
 
     Args:
-        arguments: those that were given and are not None.
+        arguments: those that were given and are not None; without a mask that masks nothing.
         size, seq_len: rows and tokens.
         left_padded: a row begins with padding.
         packing: the documents of the rows, or a tree of them.
@@ -123,7 +123,7 @@ class WholeArguments:
             return cls(present, size, seq_len, left_padded=False, packing=packing)
         documents, rows = _documents(present, mask, mask_documents, rows, seq_len)
         if "seq_idx" in present:
-            _check_numbers(present["seq_idx"], documents, size, seq_len)
+            _check_seq_idx(present["seq_idx"], documents, size, seq_len)
         left_padded = any(row.first > 0 for row in rows)
         stop = rows[0].stop if mask is None and rows[0].stop < seq_len else None
         return cls(present, size, seq_len, left_padded, Packing(documents), stop)
@@ -155,8 +155,8 @@ class WholeArguments:
         # the sequence may be in documents of different lengths, and the work is what it is: where
         # all rows have the same documents, tokens are dealt out by their work. Rows of different
         # documents share one layout, as a batch is one tensor, and no layout balances them all.
-        rows_are_alike = len({*zip_longest(*self.packing)}) == 1
-        shared = self.documents[0] if rows_are_alike else ()
+        rows_agree = len({*zip_longest(self.documents, self.packing.parents)}) == 1
+        shared = self.documents[0] if rows_agree else ()
         if kind == AUTO_LAYOUT:
             kind = "balanced" if len(shared) > 2 else TokenLayout.LOADERS_KIND
         documents: Any = shared
@@ -165,7 +165,7 @@ class WholeArguments:
         return mesh.layout(kind, self.seq_len, documents if kind == "balanced" else ())
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Row, start and end of each document, without padding."""
+        """Yield row, start and end of each document but padding, row by row; waits for a GPU."""
         mask = self.arguments.get("attention_mask")
         real = None if mask is None else (mask != 0).cpu()
         for row in range(self.size):
@@ -174,12 +174,12 @@ class WholeArguments:
                 if real is None or real[row, start]:
                     yield row, start, stop
 
-    def labels_to_shift(self) -> Tensor | None:
-        """Labels of next tokens, -100 after the last, for a causal model; None without labels."""
-        shifted_labels: Tensor | None = self.arguments.get("shift_labels")
+    def shifted_labels(self) -> Tensor | None:
+        """Labels as a causal model compares them, of each next token; None without labels."""
+        shifted: Tensor | None = self.arguments.get("shift_labels")
         labels: Tensor | None = self.arguments.get("labels")
-        if shifted_labels is not None or labels is None:
-            return shifted_labels
+        if shifted is not None or labels is None:
+            return shifted
         return next_token_labels(labels)
 
     def check_targets(self, targets: Tensor | None) -> None:
@@ -247,8 +247,8 @@ class WholeArguments:
                 )
 
     def unsharded(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a model whose text model's inputs are sharded: all that were given, but
-        without borders."""
+        """Whole arguments of a model whose text model's inputs are sharded: all of ``arguments``,
+        of which this batch was read, but borders."""
         out = {name: x for name, x in arguments.items() if x is not None and name not in BORDERS}
         # With a mask transformers looks for no documents in positions: the layers know them.
         device = next(iter(self.tensors.values())).device
@@ -294,7 +294,7 @@ class WholeArguments:
             )
 
     def shard(self, layout: TokenLayout, rank: int) -> dict[str, Any]:
-        """The arguments of this rank, without borders; positions are always given."""
+        """The arguments of this rank, without borders, with positions and a mask of ones."""
         out = {name: x for name, x in self.arguments.items() if name not in BORDERS}
         device = next(iter(self.tensors.values())).device
         if "position_ids" not in out:
@@ -356,7 +356,7 @@ class RowsAsTree:
     def read(
         cls, arguments: Mapping[str, Any], *, min_tokens: int, in_fused_head: bool
     ) -> RowsAsTree | None:
-        """None where no rows share a prefix, or they are a tree already.
+        """The tree of a batch; None where no rows share a prefix, or they are a tree already.
 
         Args:
             min_tokens: a tree of fewer could not be sharded, and the rows stay rows.
@@ -381,7 +381,7 @@ class RowsAsTree:
             )
         ids = batch.arguments["input_ids"]
         runs = list(batch.runs())
-        firsts = [start if positions is None else 0 for _, start, _ in runs]
+        firsts = [start for _, start, _ in runs]  # positions of the runs' first tokens
         if positions is not None:
             host = positions.cpu()
             firsts = [int(host[row % len(host), start]) for row, start, _ in runs]
@@ -406,7 +406,7 @@ class RowsAsTree:
         out["input_ids"] = shared.gather_from(of_runs(ids))[None].to(ids.device)
         out["position_ids"] = shared.gather_from(row_positions)[None].to(ids.device)
         out[TREE] = shared.segments
-        targets, count = batch.labels_to_shift(), batch.arguments.get("num_items_in_batch")
+        targets, count = batch.shifted_labels(), batch.arguments.get("num_items_in_batch")
         if targets is not None:
             batch.check_targets(targets)
             is_labeled = (targets != IGNORE_INDEX).cpu()
@@ -422,19 +422,19 @@ class RowsAsTree:
             index,
             is_real,
             is_labeled,
-            index[is_real].bincount()[None],
+            counts=index[is_real].bincount()[None],
             num_items=is_labeled.sum().clamp(min=1) if count is None else count,
             drops_last="shift_labels" not in batch.arguments,
             left_padded=batch.left_padded,
             largest_position=batch.largest_position,
         )
 
-    def of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Values ``[1, tokens, ...]`` of the tree, ``[b, s, ...]`` of the rows; 0 of those that do
-        not count. Differentiable: a token of several rows gets the sum of their gradients."""
+    def of_rows(self, x: Tensor, kept: Tensor) -> Tensor:
+        """The rows' values ``[b, s, ...]`` of a tree's ``[1, tokens, ...]``; 0 where not ``kept``,
+        ``[b, s]``. Differentiable: a token of several rows gets the sum of their gradients."""
         rows = x[0][self.index.to(x.device)]
-        uncounted = ~counts.to(x.device)
-        return rows.masked_fill(uncounted.view(*uncounted.shape, *[1] * (rows.ndim - 2)), 0)
+        dropped = ~kept.to(x.device)
+        return rows.masked_fill(dropped.view(*dropped.shape, *[1] * (rows.ndim - 2)), 0)
 
 
 def holds_tensor(value: Any) -> bool:
@@ -466,7 +466,7 @@ def _check_dims(name: str, x: Any) -> None:
 
 
 def _real_tokens(mask: Any, size: int, seq_len: int) -> list[RealTokens]:
-    """The real tokens of each row, one run."""
+    """The real tokens of each row, one run, by the caller's attention_mask; refuses others."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnsupportedAttentionError(
             f"attention_mask {list(getattr(mask, 'shape', [])) or type(mask).__name__} must be "
@@ -495,7 +495,8 @@ def _documents(
     rows: list[RealTokens],
     seq_len: int,
 ) -> tuple[tuple[Borders, ...], list[RealTokens]]:
-    """Cumulative borders of the documents, padding being one of its own, and the real tokens."""
+    """Cumulative borders of the documents, padding being one of its own, and the real tokens:
+    ``rows``, or without a mask those before the end of cumulative lengths."""
     size = len(rows)
     steps = _steps(arguments.get("position_ids"), size)
     stated: dict[str, Sequence[Borders]] = {}
@@ -530,7 +531,7 @@ def _documents(
     return (() if set(documents) == {(0, seq_len)} else tuple(documents)), rows
 
 
-def _check_numbers(
+def _check_seq_idx(
     numbers: Tensor, documents: tuple[Borders, ...], size: int, seq_len: int
 ) -> None:
     """DataError where documents are numbered otherwise than the rest of the batch says: in

@@ -178,6 +178,7 @@ class RouterLoss:
         attention_mask: Tensor | None = None,
     ) -> Any:
         """Shapes: gate_logits a tuple of ``[b * s_local, experts]``; a scalar."""
+        # A mask says only that padding is left out: how often tokens count is known by `begin`.
         if not self._before or not gate_logits:  # not in a forward pass; no layer has a router
             return original(gate_logits, num_experts, top_k, attention_mask)
         if not _is_load_balancing(original):
@@ -196,7 +197,8 @@ class RouterLoss:
         self._running.router_loss = loss
         if not self._in_fused_head:
             return loss
-        # The sum over the ranks counts it once: of its gradient, "mean" multiplies by the ranks.
+        # TRL's head adds this to what is summed over the ranks again: the values must sum to one
+        # loss. Gradients are divided too where that sum multiplies them, as "mean" does.
         degree = self._mesh.sp_degree
         share = loss / degree if self._gradients == "mean" else loss
         return share + (loss / degree - share).detach()
@@ -206,7 +208,7 @@ def _router_sums(
     scores: tuple[Tensor, ...], num_experts: int, top_k: int, counts: Tensor | None
 ) -> Tensor:
     """Sum each expert's choices, its probabilities, and tokens over all layers: ``[2 * E + 1]``."""
-    if counts is None:
+    if counts is None:  # how often each token counts, [tokens]
         counts = scores[0].new_ones(len(scores[0]))
     weights = counts.to(scores[0].device, torch.float32)
     chosen = torch.zeros(num_experts, dtype=torch.float32, device=weights.device)
@@ -265,17 +267,16 @@ class ChunkedHead:
             self._head.forward = self._before
 
     def forward(self, hidden: Tensor) -> Any:
-        """Shapes: hidden ``[b, s_local, h]``; returns as many :class:`ChunkedLogits`, a loss inside
-        of :meth:`loss`, or logits without labels."""
+        """Shapes: hidden ``[b, s_local, h]``; returns what stands for their logits, inside of
+        :meth:`loss` a scalar, and the logits themselves in passes without labels."""
         if self._job is not None:
             return self._job(hidden)
         in_chunks = self._running.targets is not None and self._running.targets.in_chunks
         return ChunkedLogits(self, hidden) if in_chunks else self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return (
-            self._before(hidden) if self._before else type(self._head).forward(self._head, hidden)
-        )
+        run = self._before or partial(type(self._head).forward, self._head)
+        return cast(Tensor, run(hidden))
 
     def loss(
         self, logits: ChunkedLogits, original: Loss, labels: Tensor, *args: Any, **kwargs: Any
@@ -285,8 +286,8 @@ class ChunkedHead:
 
         def job(hidden: Tensor) -> Tensor:
             if self._is_linear(logits, args, kwargs):
-                factors, count = kwargs.get("loss_weights"), kwargs["num_items_in_batch"]
-                return self._linear_loss(hidden, labels, count, factors)
+                weights, count = kwargs.get("loss_weights"), kwargs["num_items_in_batch"]
+                return self._linear_loss(hidden, labels, count, weights)
             return self._any_loss(hidden, labels, logits, original, args, kwargs)
 
         self._job = job
@@ -297,6 +298,7 @@ class ChunkedHead:
         return loss
 
     def _is_linear(self, logits: ChunkedLogits, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Whether the loss is a cross entropy of one product with the weight, and nothing else."""
         head, dtype = self._head, _compute_dtype(logits.hidden)
         weight: Any = getattr(head, "weight", None)
         bias: Any = getattr(head, "bias", None)
@@ -315,14 +317,14 @@ class ChunkedHead:
     # A product alone has its gradients computed in the forward pass; whatever else a model does to
     # its logits is left to autograd, which computes each chunk's logits again in backward.
     def _linear_loss(
-        self, hidden: Tensor, labels: Tensor, count: Tensor | int, factors: Tensor | None
+        self, hidden: Tensor, labels: Tensor, count: Tensor | int, loss_weights: Tensor | None
     ) -> Tensor:
         dtype = _compute_dtype(hidden)
         weight = cast(nn.Linear, self._head).weight
         accumulated = torch.promote_types(dtype, torch.float32)
         count = torch.as_tensor(count, dtype=accumulated, device=hidden.device)
         weights = torch.where(labels != IGNORE_INDEX, 1 / count, 0.0)
-        weights = weights if factors is None else weights * factors.to(weights)
+        weights = weights if loss_weights is None else weights * loss_weights.to(weights)
         with torch.autocast(hidden.device.type, enabled=False):
             loss = chunked_weighted_loss(
                 hidden.to(dtype), weight.to(dtype), labels, weights, chunks=self._chunks
