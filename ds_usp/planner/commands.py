@@ -189,9 +189,9 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
         gpus = self.gpus or math.prod(fixed.values())
         configs = all_configs(model, base, gpus, cluster, caps, fixed)
         asked = LengthQuestion(model, configs, cluster, caps)
-        rows, steps = asked.lengths(), asked.steps()
-        content = [report.max_length_row(row) for row in (*rows, *steps)]
-        text = [name, *report.max_length_text(asked, rows), *report.length_steps_text(asked, steps)]
+        rows = asked.lengths()
+        content = [report.max_length_row(row) for row in rows]
+        text = [name, *report.max_length_text(asked, rows)]
         return Result(content, text, 0 if any(row.seq_len for row in rows) else 1)
 
 

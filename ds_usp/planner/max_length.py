@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +15,6 @@ from ds_usp.planner.parallel_config import (
     FrameworkCaps,
     ParallelConfig,
     Workload,
-    added_words,
     degrees,
     infeasible_reason,
     memory_violations,
@@ -23,6 +22,7 @@ from ds_usp.planner.parallel_config import (
     with_chunks_for,
     with_setting,
 )
+from ds_usp.settings import LENGTH_SETTINGS
 
 STEP = 1024  # tokens: lengths are multiples of it
 _MAX_TOKENS = 2**30
@@ -37,7 +37,7 @@ class MaxLength:
         seq_len: tokens; 0: not even ``STEP`` of them fit.
         memory_needed: of the fullest stage at that length, or at ``STEP`` where nothing fits.
         limit: what ends it: ``GPU memory``, ``host memory``, or another reason.
-        added: of :meth:`LengthQuestion.steps`: the setting of this row that the one before has not.
+        added: the setting that trades time for length and that the row before has not, or "".
     """
 
     config: ParallelConfig
@@ -70,7 +70,8 @@ class LengthQuestion:
         return Workload(self.model, seq_len, stages * config.dp * config.micro_batch)
 
     def lengths(self) -> list[MaxLength]:
-        """Find the degrees that go furthest, for each recomputation, without and with offload.
+        """Find the degrees that go furthest, for each recomputation, without and with offload; then
+        with one more setting in each row that trades time for length.
 
         Memory grows with the sequence, so a bisection finds the end.
         """
@@ -81,42 +82,35 @@ class LengthQuestion:
                 continue
             for offload in (False, True)[: 1 + self.framework.offloads]:
                 results.append(self._furthest(configs, offload))
-        return results
+        return [*results, *self._with_settings(results[-1])]
 
-    def steps(self) -> list[MaxLength]:
-        """Full recomputation with offload, then in each row one more setting that trades time for
-        length: the one that goes furthest; those that make nothing longer are left out."""
-        configs = [base.replace(recompute="full", offload_ratio=0.0) for base in self.bases]
-        offload = self.framework.offloads
-        first = "full, offload" if offload else "full"
-        steps = [replace(self._furthest(configs, offload), added=first)]
+    def _with_settings(self, longest: MaxLength) -> Iterator[MaxLength]:
+        """Add to the way that goes furthest the setting that makes it the longest, then the next
+        one; those that make nothing longer are left out."""
+        saving = {"recompute": longest.config.recompute, "offload_ratio": 0.0}
+        configs = [base.replace(**saving) for base in self.bases]
         while True:
-            options: list[tuple[str, list[ParallelConfig]]] = []
-            if self.framework.can_chunk_loss(configs[0]):
-                chunked = [config.replace(fused_loss=True) for config in configs]
-                options.append(("loss in chunks", chunked))
-            given = configs[0].replace(checkpoint_layers=self.bases[0].checkpoint_layers)
-            long = self.workload(given, _MAX_TOKENS)
-            for setting in self.framework.length_settings:
-                for config in with_setting(long, given, setting):
-                    change = {setting: getattr(config, setting)}
-                    changed = [each.replace(**change) for each in configs]
-                    options.append((added_words(config, given), changed))
-            lengths = [
-                (replace(self._furthest(changed, offload), added=words), changed)
-                for words, changed in options
-            ]
-            furthest = max(lengths, key=lambda each: each[0].seq_len, default=None)
-            if furthest is None or furthest[0].seq_len <= steps[-1].seq_len:
-                return steps
-            steps.append(furthest[0])
-            configs = furthest[1]
-
-    def needs_at(self, end: MaxLength, seq_len: int) -> Memory:
-        """The memory of another length with the settings of an answer, all offloaded."""
-        work = self.workload(end.config, seq_len)
-        config = end.config.replace(offload_ratio=1.0)
-        return memory(work, with_chunks_for(work, config), self.cluster.workspace_bytes)
+            # Words, field and value of each setting that is left. Behind a checkpoint of two
+            # layers come those of four.
+            single = configs[0].replace(checkpoint_layers=self.bases[0].checkpoint_layers)
+            work, options = self.workload(single, _MAX_TOKENS), list[tuple[str, str, object]]()
+            if self.framework.can_chunk_loss(single):
+                options.append(("loss in chunks", "fused_loss", True))
+            for row in LENGTH_SETTINGS:
+                if row.name in self.framework.length_settings:
+                    changed = with_setting(work, single, row.name)
+                    options += [(row.words, row.name, getattr(x, row.name)) for x in changed]
+            ends = []
+            for words, field, value in options:
+                changed = [config.replace(**{field: value}) for config in configs]
+                end = self._furthest(changed, self.framework.offloads)
+                text = words.format(getattr(end.config, field))
+                ends.append((replace(end, added=text), changed))
+            furthest = max(ends, key=lambda each: each[0].seq_len, default=None)
+            if furthest is None or furthest[0].seq_len <= longest.seq_len:
+                return
+            longest, configs = furthest
+            yield longest
 
     def _furthest(self, configs: Sequence[ParallelConfig], offload: bool) -> MaxLength:
         best: list[MaxLength] = []

@@ -390,15 +390,6 @@ def with_chunks_for(
     return config.replace(mlp_chunks=mlp_chunks_for(work, config))
 
 
-def added_words(config: ParallelConfig, without: ParallelConfig) -> str:
-    """The setting that a config has and another has not; the number of an MLP's chunks, which
-    depends on the length, is left out."""
-    if config.mlp_chunks != without.mlp_chunks:
-        return "MLP in chunks"
-    (words,) = set(config.length_words()) - set(without.length_words())
-    return words
-
-
 def with_setting(work: Workload, config: ParallelConfig, setting: str) -> list[ParallelConfig]:
     """The config with one of ``LENGTH_SETTINGS`` switched on; several where it has a
     number; none where it is on already or does not go with the others.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ds_usp.planner.arguments import flag
 from ds_usp.planner.hardware import Cluster, load_cluster
-from ds_usp.planner.max_length import STEP, LengthQuestion, MaxLength
+from ds_usp.planner.max_length import LengthQuestion, MaxLength
 from ds_usp.planner.memory import Memory, memory
 from ds_usp.planner.parallel_config import (
     FrameworkCaps,
@@ -222,78 +222,37 @@ def max_length_row(row: MaxLength) -> Json:
     """One way to save memory: its longest sequence, what that needs, and what ends it."""
     degrees = "tp ulysses ring pp dp recompute offload_ratio fused_loss"
     content = attributes(row.config, degrees, *(setting.name for setting in LENGTH_SETTINGS))
-    content |= {"added": row.added} if row.added else {}
-    return content | attributes(row, "seq_len limit") | memory_row(row.memory_needed)
+    return content | attributes(row, "added seq_len limit") | memory_row(row.memory_needed)
 
 
 def max_length_text(asked: LengthQuestion, rows: Sequence[MaxLength]) -> Iterator[object]:
-    """A row for each way to save memory by its longest sequence; components in GiB."""
-    config = rows[0].config
-    alike = len({(x.config.tp, x.config.ulysses, x.config.ring, x.config.pp) for x in rows}) == 1
+    """A row for each way to save memory by its longest sequence; components in GiB, but for those
+    that are in none of them."""
+    rows = sorted(rows, key=lambda row: row.seq_len)
+    config, contents = rows[-1].config, [max_length_row(row) for row in rows]
+    one_mesh = len({(x.config.tp, *x.config.split, x.config.pp) for x in rows}) == 1
     yield (
         f"{asked.model.name}, {config.gpus} x {asked.cluster.name} of "
         f"{asked.cluster.budget_bytes / GIB:.1f} GiB, {asked.framework.name}, {config.sharding}: "
         f"a sequence on {config.gpus // config.dp} GPUs"
         + (f", {config.dp} such" if config.dp > 1 else "")
-        + (f", Ulysses {config.ulysses} x ring {config.ring}" if alike else "")
+        + (f", Ulysses {config.ulysses} x ring {config.ring}" if one_mesh else "")
         + ". GiB of a GPU at the longest sequence"
     )
     columns: dict[str, Cell] = {"recompute": "{recompute}", "offload": "{offload_ratio:.0%}"}
-    columns |= {} if alike else degree_columns(row.config for row in rows)
-    yield _lengths(sorted(rows, key=lambda row: row.seq_len), columns)
+    columns |= {"+ setting": "{added}"} if any(row.added for row in rows) else {}
+    columns |= {} if one_mesh else degree_columns(row.config for row in rows)
+    columns["tokens"] = lambda row: f"{row['seq_len']:,}" if row["seq_len"] else "none"
+    for name in rows[0].memory_needed.components():
+        if name != "workspace" and any(content[f"{name}_bytes"] for content in contents):
+            columns[name] = number(f"{name}_bytes")
+    columns["GPU"] = number("total_bytes")
+    columns["host"] = lambda row: f"{(row['offloaded_bytes'] + row['host_states_bytes']) / GIB:.1f}"
+    yield Table(contents, columns | {"ends with": "{limit}"})
     yield (
+        f"the last row is {config}; a setting is kept in the rows below it\n"
         "transient: what lives while one layer is computed: its recomputed activations, gradients "
         "and, where they are sharded, gathered weights"
-    )
-
-
-def _lengths(rows: Sequence[MaxLength], first: Mapping[str, Cell]) -> Table:
-    """The table of longest sequences; components that are in none of them are left out."""
-    contents = [max_length_row(row) for row in rows]
-    shown = [
-        name
-        for name in rows[0].memory_needed.components()
-        if name != "workspace" and any(content[f"{name}_bytes"] for content in contents)
-    ]
-    columns: dict[str, Cell] = {
-        **first,
-        "tokens": lambda row: f"{row['seq_len']:,}" if row["seq_len"] else "none",
-        **{name: number(f"{name}_bytes") for name in shown},
-        "GPU": number("total_bytes"),
-        "host": lambda row: f"{(row['offloaded_bytes'] + row['host_states_bytes']) / GIB:.1f}",
-        "ends with": "{limit}",
-    }
-    return Table(contents, columns)
-
-
-def length_steps_text(asked: LengthQuestion, steps: Sequence[MaxLength]) -> Iterator[object]:
-    """The settings that make the longest sequence longer, one more in each row, and what twice the
-    length of the last one would take."""
-    last = steps[-1]
-    config, needs, budget = last.config, last.memory_needed, asked.cluster.budget_bytes
-    host = f"which has {asked.cluster.host_budget_bytes(config.gpus) / GIB:.1f}"
-    if not last.seq_len:
-        yield (
-            f"\nnothing fits: {STEP} tokens need {needs.total / GIB:.1f} GiB of a GPU that has "
-            f"{budget / GIB:.1f}, with {config}"
-        )
-        work, lacking = asked.workload(config), needs.total - budget
-        if lacking > 0:
-            workspace = asked.cluster.workspace_bytes
-            yield from shortage(work, config, lacking, workspace, asked.framework)[1]
-            return
-        on_host = f"{needs.host / GIB:.1f} GiB of host memory for each GPU, {host}"
-        yield f"{last.limit} ends it: {on_host}"
-        return
-    yield "\nsettings that make it longer, each kept in the rows below it"
-    yield _lengths(steps, {"+ setting": "{added}"})
-    twice = 2 * last.seq_len
-    needs = asked.needs_at(last, twice)
-    yield (
-        f"the last row is {config}\n"
-        f"{last.limit} ends it: {twice:,} tokens would take {needs.total / GIB:.1f} GiB of a GPU "
-        f"that has {budget / GIB:.1f}, and {needs.host / GIB:.1f} GiB of host memory for each GPU, "
-        f"{host}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from bisect import bisect_left
 from dataclasses import replace
 from itertools import product
@@ -180,29 +181,27 @@ def test_time_that_each_costs():
     assert waiting == pytest.approx(8.03e9 * 12 / 2 / H200.host_bytes_per_s, rel=0.01)
 
 
-def test_steps_go_further_and_say_what_ends_them():
+def test_settings_go_further_and_say_what_ends_them():
     cluster = replace(H200, host_memory_bytes=256 * GIB).with_gpus_per_node(2)
     base = ParallelConfig(ulysses=2, zero=3)
     trainer = framework_caps("trainer")
     asked = LengthQuestion(LLAMA, [base], cluster, trainer)
-    steps = asked.steps()
-    assert [step.added for step in steps][:3] == [
-        "full, offload",
-        "loss in chunks",
-        "MLP in chunks",
-    ]
-    lengths = [step.seq_len for step in steps]
+    *_, full, loss, mlp, fourth, fifth, last = asked.lengths()
+    assert (full.config.recompute, full.added, full.config.fused_loss) == ("full", "", False)
+    assert loss.added == "loss in chunks" and re.fullmatch(r"MLP in \d+ chunks", mlp.added)
+    added = [full, loss, mlp, fourth, fifth, last]
+    lengths = [row.seq_len for row in added]
     assert lengths == sorted(set(lengths)) and lengths[-1] > 1_750_000
-    for step in steps:
-        assert step.memory_needed.total <= cluster.budget_bytes
-        assert cluster.host_memory_fits(step.memory_needed.host, 2)
-    beyond = asked.needs_at(steps[-1], 2 * lengths[-1])
-    assert beyond.total > cluster.budget_bytes and not cluster.host_memory_fits(beyond.host, 2)
-    # What is given stays, and is not proposed again.
-    given = base.replace(fused_loss=True, mlp_chunks=4)
-    fixed = replace(asked, bases=[given]).steps()
-    assert {step.config.mlp_chunks for step in fixed} == {4}
-    assert all("loss" not in step.added for step in fixed)
+    for row in added:
+        assert row.memory_needed.total <= cluster.budget_bytes
+        assert cluster.host_memory_fits(row.memory_needed.host, 2)
+        assert row.limit in ("GPU memory", "host memory")
+    assert all(row.added in row.config.length_words() for row in added[2:])
+    # What is asked for stays, and is not proposed again.
+    fixed_base = base.replace(fused_loss=True, mlp_chunks=4)
+    fixed = replace(asked, bases=[fixed_base]).lengths()
+    assert {row.config.mlp_chunks for row in fixed} == {4}
+    assert not any("loss" in row.added or "MLP" in row.added for row in fixed)
     assert STEP < fixed[-1].seq_len < lengths[-1]
 
 
@@ -262,7 +261,8 @@ def ends(case: str, budget_gib: float = 135.0, host_gib: float = 1024.0) -> list
     model, config = CASES[case]
     sizes = {"host_memory_bytes": host_gib * GIB, "memory_bytes": budget_gib * GIB / 0.96}
     cluster = replace(H200, workspace_bytes=GIB, **sizes)
-    return LengthQuestion(load_model(model), [config], cluster, DEEP).lengths()
+    rows = LengthQuestion(load_model(model), [config], cluster, DEEP).lengths()
+    return [row for row in rows if not row.added]
 
 
 def fits(case: str, end: MaxLength, seq_len: int, budget_gib: float, host_gib: float) -> bool:
@@ -323,8 +323,9 @@ def test_without_degrees_those_that_go_furthest_are_found(capsys):
         cut for cut in product((1, 2, 4), repeat=4) if math.prod(cut) == 4 and cut[3] == 1
     }
     alone = [LengthQuestion(model, [config], cluster, DEEP).lengths() for config in configs]
-    assert not any("added" in row for row in report[: len(alone[0])])
-    for row, ways in zip(report[: len(alone[0])], zip(*alone, strict=True), strict=True):
+    ways_of_each = zip(*([row for row in rows if not row.added] for rows in alone), strict=True)
+    without = [row for row in report if not row["added"]]
+    for row, ways in zip(without, ways_of_each, strict=True):
         assert row["seq_len"] == max(way.seq_len for way in ways)
         assert row["tp"] * row["ulysses"] * row["ring"] * row["pp"] == 4
 
