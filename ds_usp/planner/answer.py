@@ -15,7 +15,9 @@ from ds_usp.errors import ConfigError
 from ds_usp.planner.degree_rule import RULE, rule_degrees
 from ds_usp.planner.emit import emit
 from ds_usp.planner.formulas import model_flop_per_token
-from ds_usp.planner.report import PLANS, Json, Table, degree_columns, plan_row, shortage
+from ds_usp.planner.memory import memory
+from ds_usp.planner.parallel_config import infeasible_reason
+from ds_usp.planner.report import PLANS, Json, Table, degree_columns, plan_row
 from ds_usp.planner.search import (
     GIB,
     OUTCOMES,
@@ -199,7 +201,7 @@ def _twice(plan: Plan, longer: SearchResult) -> str:
 
 
 def infeasibility(result: SearchResult) -> Sequence[str]:
-    """The plan closest to fitting, what it lacks, and what would help."""
+    """The plan closest to fitting, what it lacks, and how many GPUs hold it."""
     closest = result.closest_to_fitting
     if closest is None:
         rules = ", ".join(f"{rule} ({count})" for rule, count in result.outcomes.most_common(3))
@@ -214,12 +216,16 @@ def infeasibility(result: SearchResult) -> Sequence[str]:
             f"nor does host memory hold the {host / GIB:.1f} GiB that a GPU offloads: "
             f"{cluster.host_budget_bytes(result.gpus) / GIB:.1f} GiB a GPU"
         )
-    return [*lines, *_shortage(result, closest)[1]]
-
-
-def _shortage(result: SearchResult, plan: Plan) -> tuple[Json, list[str]]:
-    workspace, lacking = result.cluster.workspace_bytes, plan.over_budget_bytes
-    return shortage(result.work, plan.config, lacking, workspace, result.framework)
+    for times in (2, 4, 8, 16, 32):
+        config = closest.config.replace(ring=times * closest.config.ring)
+        needs = memory(result.work, config, cluster.workspace_bytes)
+        if needs.total <= result.budget_bytes and infeasible_reason(result.work, config) is None:
+            lines.append(
+                f"on {times * result.gpus} GPUs, with ring {config.ring}, this plan needs "
+                f"{needs.total / GIB:.1f} GiB a GPU, and {needs.host / GIB:.1f} of host memory"
+            )
+            break
+    return lines
 
 
 # ------------------------------------------------------------------ as text and as JSON
@@ -315,5 +321,5 @@ def answer_json(answer: Answer, top: int) -> Json:
         row = {"words": str(plan.config), **plan_row(result, plan)}
         return content | {"recommended": row, "twice": answer.twice, "lines": answer.lines}
     if closest := result.closest_to_fitting:
-        content |= {"nearest": plan_row(result, closest), **_shortage(result, closest)[0]}
+        content |= {"nearest": plan_row(result, closest)}
     return content

@@ -147,9 +147,8 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
         if lacking <= 0:
             text.append(f"fits: a GPU has {budget / GIB:.1f} GiB")
             return Result(content, text)
-        row, lines = report.shortage(work, config, lacking, workspace)
         text += [f"does not fit: a GPU has {budget / GIB:.1f} GiB, {lacking / GIB:.1f} are lacking"]
-        return Result(content | row, [*text, *lines], 1)
+        return Result(content, text, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

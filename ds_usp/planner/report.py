@@ -18,14 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 from ds_usp.planner.arguments import flag
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.max_length import LengthQuestion, MaxLength
-from ds_usp.planner.memory import Memory, memory
-from ds_usp.planner.parallel_config import (
-    FrameworkCaps,
-    ParallelConfig,
-    Workload,
-    infeasible_reason,
-    with_setting,
-)
+from ds_usp.planner.memory import Memory
+from ds_usp.planner.parallel_config import ParallelConfig
 from ds_usp.planner.search import GIB, STATED_ERROR, Plan, SearchResult
 from ds_usp.settings import LENGTH_SETTINGS
 
@@ -293,62 +287,3 @@ PLANS: Mapping[str, Cell] = MappingProxyType(
         "taken": "{taken}",
     }
 )
-
-
-# ------------------------------------------------------------------ what would help
-
-
-def shortage(
-    work: Workload,
-    config: ParallelConfig,
-    lacking: float,
-    workspace_bytes: float,
-    framework: FrameworkCaps | None = None,
-) -> tuple[Json, list[str]]:
-    """Return what would help a configuration that a GPU cannot hold, as JSON and as lines."""
-    changes = what_would_help(work, config, workspace_bytes, framework)
-    rows = [{"change": change, "saves_bytes": round(saved)} for change, saved in changes]
-    lines = [
-        f"would help: {change} saves {saved / GIB:.1f} GiB "
-        f"({'enough' if saved >= lacking else 'not enough alone'})"
-        for change, saved in changes
-    ]
-    return {"lacks_gib": lacking / GIB, "would_help": rows}, lines
-
-
-def what_would_help(
-    work: Workload,
-    config: ParallelConfig,
-    workspace_bytes: float,
-    framework: FrameworkCaps | None = None,
-) -> list[tuple[str, float]]:
-    """Changes that save memory, with the bytes that each saves, the most helpful first.
-
-    Args:
-        framework: the program whose settings they are; None: any.
-    """
-    has, ring = framework, config.ring
-    bf16 = {"fsdp2": True, "zero": 3, "bf16_states": True, "grad_bytes": 2}
-    names = has.length_settings if has else tuple(row.name for row in LENGTH_SETTINGS)
-    changes: list[tuple[bool, str, dict[str, Any]]] = [
-        (True, f"twice the GPUs, ring {2 * ring}", {"ring": 2 * ring}),
-        (True, f"four times the GPUs, ring {4 * ring}", {"ring": 4 * ring}),
-        (not has or has.offloads, "offload of all activations", {"offload_ratio": 1.0}),
-        (not has or "full" in has.recompute, "full recomputation", {"recompute": "full"}),
-        (not config.fsdp2 and (not has or 3 in has.zero), "ZeRO-3", {"zero": 3}),
-        (not has or has.can_chunk_loss(config), "a chunked loss", {"fused_loss": True}),
-        (bool(has and has.fsdp2), "weights, gradients, moments in bf16 (--bf16-states)", bf16),
-        (not has, "gradients in bf16", {"grad_bytes": 2}),
-        (config.micro_batch > 1, "micro batch 1", {"micro_batch": 1}),
-    ]
-    options = [(text, config.replace(**change)) for is_there, text, change in changes if is_there]
-    for option in (x for name in names for x in with_setting(work, config, name)):
-        words = set(option.length_words()) - set(config.length_words())
-        options.append((", ".join(words), option))
-    needs = memory(work, config, workspace_bytes).total
-    saved = [
-        (what, needs - memory(work, changed, workspace_bytes).total)
-        for what, changed in options
-        if changed != config and infeasible_reason(work, changed) is None
-    ]
-    return sorted((item for item in saved if item[1] > 2**20), key=lambda item: -item[1])

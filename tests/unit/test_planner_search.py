@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import time
 from dataclasses import replace
 from itertools import product
@@ -9,6 +10,7 @@ from itertools import product
 import pytest
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.answer import infeasibility
 from ds_usp.planner.choose_degree import choose_ulysses
 from ds_usp.planner.degree_rule import rule_degrees
 from ds_usp.planner.hardware import load_cluster
@@ -21,7 +23,6 @@ from ds_usp.planner.parallel_config import (
     framework_caps,
     infeasible_reason,
 )
-from ds_usp.planner.report import what_would_help
 from ds_usp.planner.search import GIB, STATED_ERROR, SearchResult, search
 from ds_usp.planner.step_time import step_mfu, step_time
 
@@ -199,16 +200,19 @@ def test_given_settings_are_in_possible_plans_alone(how, settings):
         assert {name: getattr(plan.config, name) for name in settings} == settings
 
 
-def test_help_is_true():
-    """Twice the GPUs and ring give what they promise."""
-    result = find("llama3-8b", 1048576, 1, 8, how="megatron-deepspeed", budget_gib=40)
+def test_the_gpus_that_are_named_hold_the_nearest_plan():
+    result = find("llama3-8b", 2**21, 1, 8, how="megatron-deepspeed", budget_gib=40)
     near = result.closest_to_fitting
-    assert near is not None
-    promised = dict(what_would_help(result.work, near.config, result.cluster.workspace_bytes))
-    larger = replace(near.config, ring=2 * near.config.ring)
-    what = f"twice the GPUs, ring {larger.ring}"
-    after = memory(result.work, larger, result.cluster.workspace_bytes).total
-    assert promised[what] == pytest.approx(near.memory.total - after)
+    assert near is not None and near.over_budget_bytes > 0
+    last, workspace = infeasibility(result)[-1], result.cluster.workspace_bytes
+    gpus, ring, gib = re.findall(
+        r"on (\d+) GPUs, with ring (\d+), this plan needs ([\d.]+) GiB", last
+    )[0]
+    assert int(gpus) * near.config.ring == 8 * int(ring) > 8 * near.config.ring
+    larger, half = (near.config.replace(ring=degree) for degree in (int(ring), int(ring) // 2))
+    assert memory(result.work, half, workspace).total > result.budget_bytes
+    needs = memory(result.work, larger, workspace)
+    assert needs.total <= result.budget_bytes and f"{needs.total / GIB:.1f}" == gib
 
 
 @pytest.mark.parametrize(
