@@ -10,7 +10,6 @@ from ds_usp.config import is_first_on_node
 from ds_usp.errors import USPError
 from ds_usp.planner.arguments import OneDefault, OneLineParser, add_flags, command_from
 from ds_usp.planner.commands import ALIASES, COMMANDS
-from ds_usp.planner.report import LEGENDS
 
 PROG = "python -m ds_usp.planner"
 
@@ -27,7 +26,6 @@ def build_parser(prog: str = PROG) -> OneLineParser:
             aliases=ALIASES.get(name, ()),
             help=text,
             description=text,
-            epilog=LEGENDS.get(name),
             formatter_class=OneDefault,
         )
         add_flags(subparser, command)

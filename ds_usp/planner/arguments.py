@@ -14,7 +14,6 @@ from argparse import (
     ArgumentParser,
     ArgumentTypeError,
     Namespace,
-    RawDescriptionHelpFormatter,
 )
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
@@ -149,7 +148,7 @@ class OneLineParser(ArgumentParser):
             self.error(f"unknown argument {name}" + (f" (did you mean {near[0]}?)" if near else ""))
 
 
-class OneDefault(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+class OneDefault(ArgumentDefaultsHelpFormatter):
     """States the default of a flag where there is one and the text does not state it already."""
 
     def _get_help_string(self, action: Action) -> str | None:

@@ -20,49 +20,12 @@ from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.max_length import LengthQuestion, MaxLength
 from ds_usp.planner.memory import Memory
 from ds_usp.planner.parallel_config import ParallelConfig
-from ds_usp.planner.search import GIB, STATED_ERROR, Plan, SearchResult
+from ds_usp.planner.search import GIB, Plan, SearchResult
 from ds_usp.settings import LENGTH_SETTINGS
 
 Json: TypeAlias = dict[str, Any]
 Cell: TypeAlias = "str | Callable[[Json], str]"
 DEFAULT_CLUSTER = "h100"
-
-_MEMORY_LEGEND = """\
-components of a GPU's memory at its peak (names in tables and in --json):
-  weights, gradients, optimizer  after ZeRO has sharded them
-  activations  what all layers in flight save for backward, less what is offloaded
-  logits       of the last stage, with the loss's fp32 copy; none where a layer's backward is worse
-  exchange     send and receive buffers of one attention call (all-to-all and ring)
-  transient    while one layer is computed: recomputed activations, weights that ZeRO-3 gathers
-  workspace    what no formula counts: libraries, fragmentation (fitted once to published runs)"""
-LEGENDS: Mapping[str, str] = MappingProxyType(
-    {
-        "memory": _MEMORY_LEGEND,
-        "max-length": f"""\
-columns of the table, beside the components of memory:
-  offload    fraction of the saved activations in host memory: as much as the longest sequence needs
-  tokens     the longest sequence, in steps of 1024
-  GPU, host  GiB of one GPU; GiB of its node's CPU memory for each GPU
-  ends with  what limits a longer sequence: GPU memory, host memory, or a rule that it breaks
-
-{_MEMORY_LEGEND}""",
-        "plan": f"""\
-columns of the table:
-  ulysses x ring  ranks that exchange heads x ranks that exchange keys and values
-  tp, pp, dp      tensor-, pipeline- (x virtual stages) and data-parallel ranks
-  mb              micro batch: sequences of a replica at a time
-  loss            whole: the full logits are in memory; chunks: never (--usp-loss-chunks)
-  recompute       what backward recomputes: gemm-last: norms and activation functions;
-                  attention-only: the attention core; attention: all but attention; full: all
-  offload         fraction of the saved activations in host memory
-  MFU             model FLOP utilization, predicted. All rows are within the formulas' error of
-                  the fastest plan, {STATED_ERROR:.0%}; the one with * is recommended
-  step s          predicted seconds of one optimizer step
-  GiB             of one GPU, at its peak
-
-{_MEMORY_LEGEND}""",
-    }
-)
 
 
 class Result(NamedTuple):
