@@ -56,12 +56,13 @@ def answer(result: SearchResult, longer: SearchResult | None = None) -> Answer:
     """
     if not result.plans:
         return Answer(result, None, tuple(infeasibility(result)))
-    plan, engine = result.plans[0], result.framework.name
+    plan, framework = result.plans[0], result.framework
     why = (*_degrees(result, plan), *_alternatives(result, plan))
     try:
-        lines = emit(engine, result.work, plan.config)
+        framework.with_settings_of(plan.config)  # those of a caller's base are not searched
+        lines = emit(framework.name, result.work, plan.config)
     except ConfigError as error:
-        lines = f"no lines of {engine}: {error}"
+        lines = f"no lines of {framework.name}: {error}"
     return Answer(result, plan, why, _twice(plan, longer) if longer else "", lines)
 
 

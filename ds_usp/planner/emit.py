@@ -12,7 +12,7 @@ from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import zero_refusal
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
-from ds_usp.planner.parallel_config import ParallelConfig, Workload, framework_caps
+from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
 _CHUNK_TOKENS = 1024  # of a loss in chunks: 0.8 GB of logits of a vocabulary of 128K
 
@@ -23,7 +23,6 @@ def emit(engine: str, work: Workload, config: ParallelConfig) -> str:
     Raises:
         ConfigError: a plan or a model that the program's settings cannot state.
     """
-    framework_caps(engine).require(work, config)
     return _EMITTERS[engine](work, config)
 
 

@@ -475,30 +475,6 @@ class FrameworkCaps:
             raise ConfigError(f"{self.name} has no {names}: leave it out, or take another --engine")
         return self
 
-    def require(self, work: Workload, config: ParallelConfig) -> None:
-        """Refuse a plan that the program's settings cannot state.
-
-        Raises:
-            ConfigError: what it lacks.
-        """
-        self.with_settings_of(config)
-        if refusal := zero_refusal(config.zero, config.pp, bf16=0 not in self.zero):
-            raise ConfigError(refusal.message)
-        undivided = () if self.divides_layers else ("tp", "pp")
-        lacking = {
-            **{f"{axis} {n}": n > 1 for axis in undivided if (n := getattr(config, axis))},
-            f"ZeRO-{config.zero}": config.zero not in self.zero,
-            f"recompute {config.recompute}": config.recompute not in self.recompute,
-            "offload": config.offload_ratio > 0 and not self.offloads,
-            "virtual stages": config.virtual_stages(work.model) > 1 and not self.interleaves,
-        }
-        if names := [name for name, lacks in lacking.items() if lacks]:
-            raise ConfigError(
-                f"{self.name} has no {', '.join(names)}: plan with --engine {self.name}"
-            )
-        if config.pp > 1 and (rule := self.not_in_pipeline(work, config)):
-            raise ConfigError(f"{rule}, and the plan has pp {config.pp}: plan with --pp 1")
-
     def fixed_degrees(self, fixed: Mapping[str, object]) -> dict[str, object]:
         """The degrees that are given, and those that the program does not divide.
 

@@ -355,8 +355,6 @@ def test_degrees_of_a_patched_megatron_lm_and_llamas_scaling():
     """Golden files have those of several ranks."""
     work, config = Workload(load_model("llama3-8b"), 131072), ParallelConfig(tp_sequence=False)
     assert "--ulysses-degree" not in words(megatron_lm(work, config))
-    with pytest.raises(ConfigError, match="plan with --engine megatron-lm"):
-        emit("megatron-lm", work, replace(config, recompute="gemm-last"))
     scaled = words(megatron_lm(Workload(load_model("llama3.1-8b"), 131072), config))
     added = ["--use-rope-scaling", "--rope-scaling-factor"]
     assert [word for word in scaled if word not in words(megatron_lm(work, config))] == added
@@ -366,7 +364,17 @@ def test_degrees_of_a_patched_megatron_lm_and_llamas_scaling():
         megatron_lm(Workload(other, 131072), config)
 
 
-@pytest.mark.parametrize("engine", ["trainer", "megatron-deepspeed", "transformers"])
+def test_settings_that_the_program_lacks_are_said_in_place_of_its_lines():
+    base = ParallelConfig(fused_loss=True)
+    found = search(
+        load_cluster("h200"), Workload(MODEL, 32768), 8, framework_caps("megatron-lm"), base=base
+    )
+    assert answer(found).lines.startswith(
+        "no lines of megatron-lm: megatron-lm has no --fused-loss"
+    )
+
+
+@pytest.mark.parametrize("engine", ["megatron-deepspeed", "transformers"])
 def test_zero_0_is_not_emitted(engine):
     with pytest.raises(ConfigError, match="sums gradients of bf16 weights in bf16"):
         emit(engine, Workload(load_model("llama3-8b"), 8192), ParallelConfig(zero=0))
