@@ -98,15 +98,6 @@ def command_from(args: Namespace, command: Callable[..., _T]) -> _T:
     return made
 
 
-_LEFT: Mapping[str, str] = MappingProxyType(
-    {
-        "--emit": "--engine names the program, whose lines end the answer (--lines: alone)",
-        "--explain": "the answer says why",
-        "--order": "programs have one order of Ulysses and ring",
-    }
-)
-
-
 class OneLineParser(ArgumentParser):
     """Raises ``ConfigError`` where argparse prints its usage and ends the process."""
 
@@ -140,11 +131,9 @@ class OneLineParser(ArgumentParser):
 
     def _refuse(self, unknown: Sequence[str]) -> None:
         for name in unknown:
-            if name in _LEFT:
-                self.error(f"{name} left: {_LEFT[name]}")
             actions = self._option_string_actions.items()
             flags = [flag for flag, x in actions if x.dest != "help" and x.help != SUPPRESS]
-            near = get_close_matches(name, flags, n=1)
+            near = get_close_matches(name, flags, n=1, cutoff=0.7)
             self.error(f"unknown argument {name}" + (f" (did you mean {near[0]}?)" if near else ""))
 
 

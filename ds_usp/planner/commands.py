@@ -29,7 +29,7 @@ from ds_usp.planner.arguments import (
 )
 from ds_usp.planner.diffusion import diffusion_plan, known_heads
 from ds_usp.planner.max_length import LengthQuestion, all_configs
-from ds_usp.planner.memory import memory, stage_memory
+from ds_usp.planner.memory import memory
 from ds_usp.planner.models import load_model
 from ds_usp.planner.parallel_config import (
     ENGINES,
@@ -85,7 +85,6 @@ class _TrainingFlags(_FusionFlags, ClusterFlags):
     zero: ZeroStage = flag("ZeRO stage", 1)
     gpus: Gpus | None = flag("GPUs of all nodes; what the degrees leave is dp", None)
     layers_per_virtual_stage: CountOrZero = flag("layers; 0: all of a stage", 0)
-    schedule: str = flag("of the pipeline", "1f1b", choices=SCHEDULES)
     grad_dtype: str = flag("of summed gradients", "fp32", choices=DTYPES)
     no_tp_sequence_parallel: bool = flag(
         "tensor parallelism without Megatron's sequence parallelism", False
@@ -116,31 +115,20 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
     global_batch: Count | None = flag(
         "sequences of a step (default: enough to fill the stages)", None
     )
+    schedule: str = flag("of the pipeline", "1f1b", choices=SCHEDULES)
     recompute: str = flag("what backward recomputes", "none", choices=RECOMPUTE)
     offload_ratio: Fraction = flag("fraction of the activations in host memory", 0.0)
     offload_unit: str = flag("what is copied at a time", "chunk", choices=("chunk", "layer"))
-    stage: int = flag("pipeline stage; -1: the fullest one", 0)
 
     def result(self) -> Result:
-        """The memory of one pipeline stage, and how much more the fullest needs; exit status 1 if
-        that is more than a GPU has."""
+        """The memory of the fullest pipeline stage; exit status 1 if it is more than a GPU has."""
         config = self.training_config()
         global_batch = self.global_batch or 2 * config.pp * config.dp * self.micro_batch
         work = Workload(load_model(self.model), self.seq_len, global_batch)
         require_feasible(work, config, self.gpus)
         cluster, name = self.load_cluster()
-        workspace = cluster.workspace_bytes
-        if not -1 <= self.stage < config.pp:
-            raise ConfigError(f"--stage {self.stage} is outside the {config.pp} stages")
-        fullest = memory(work, config, workspace)
-        shown = fullest if self.stage < 0 else stage_memory(work, config, self.stage, workspace)
-        content = report.memory_row(shown)
-        total = round(fullest.total)
-        content["fullest_stage"] = {"pipeline_stage": fullest.stage, "total_bytes": total}
-        text = [name, *report.memory_text(shown)]
-        if fullest.total > shown.total:
-            more = (fullest.total - shown.total) / GIB
-            text.append(f"the fullest stage, {fullest.stage}, needs {more:.2f} GiB more")
+        fullest = memory(work, config, cluster.workspace_bytes)
+        content, text = report.memory_row(fullest), [name, *report.memory_text(fullest)]
         budget = cluster.budget_bytes
         content["budget_bytes"] = round(budget)
         lacking = fullest.total - budget

@@ -440,7 +440,7 @@ REFUSED = {
     "plan --model 7b --seq-len 8192 --gpu 8 --zeroo 1": "--zeroo (did you mean --zero?)",
     f"{P} --documents 1,x": "--documents: 'x' must be",
     f"{P} --documents 100": "documents of 100 tokens do not fill a sequence of 8192",
-    f"{P} --emit transformers": "--emit left: --engine names the program",
+    f"{P} --emit transformers": "unknown argument --emit. See ",
     f"{P} --top -1": "--top -1 must be a whole number of 0 or more",
     # What would take hours.
     "plan --model 7b --seq-len 8K --gpus 1000000000": "--gpus 1000000000 must be at most 131,072",
@@ -450,7 +450,6 @@ REFUSED = {
     f"{M} --gpus 6 --tp 4": "--gpus 6 is not a multiple of tp 4",
     f"{M} --tp 3": "tp=3 must divide the 32 query heads",
     f"{M} --tp 16 --ulysses 4": "ulysses=4 needs at least 4 query heads on each tensor-parallel",
-    f"{M} --stage 1": "--stage 1 is outside the 1 stages",
     f"{M} --pp 3": "32 layers do not divide into pp=3 stages",
     f"{M} --pp 2 --layers-per-virtual-stage 3": "16 layers of a stage (32 / pp 2) do not divide",
     f"{M} --layers-per-virtual-stage 2": "virtual stages need a pipeline: pp is 1",
