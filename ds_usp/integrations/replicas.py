@@ -29,9 +29,8 @@ Reduction = Literal["mean", "sum"]
 class _SumOfShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor:
-        # Each rank's loss depends on its own shard alone, so its gradient is a summand of the
-        # whole's. An average over all ranks divides it by sp_degree too often, so backward
-        # multiplies.
+        # Each rank's loss depends on its own shard alone: its gradient is a summand of the whole's,
+        # which an average over all ranks divides by sp_degree too often. Backward multiplies.
         ctx.factor = mesh.sp_degree if gradients == "mean" else 1
         total = x.detach().clone()
         if mesh.sp_group is not None:

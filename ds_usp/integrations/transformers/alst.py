@@ -143,6 +143,7 @@ class UlyssesSPAttentionHF:
 
 
 def _sequence_parallel_groups(size: int) -> Any:
+    """Return DeepSpeed's ``mpu`` with groups of ``size`` ranks, which are made if it has none."""
     import deepspeed.comm
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
 

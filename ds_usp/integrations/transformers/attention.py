@@ -437,8 +437,8 @@ def _in_tree(band: _Band, packing: Packing, layer: str) -> MaskSpec:
 
 
 def _cut_tree(tree: MaskSpec, sample: int, chunk: int) -> tuple[Borders, Parents]:
-    """The borders of a sample's segments where each row is cut into chunks, and of each piece the
-    one that it goes on from in its chunk: there it sees no other."""
+    """Cut the rows of a sample's tree into chunks. Returns the borders of the pieces of segments,
+    and the parent of each: the piece before it in its chunk, -1 where it begins one."""
     starts, parents, last_pieces = list[int](), list[int](), list[int]()
     borders, depths = tree.documents[sample], tree.contexts(sample)
     for (start, stop), depth, parent in zip(

@@ -198,7 +198,7 @@ class Decoders:
 
         Args:
             local: arguments of this rank, of which those that the model does not take are dropped.
-            positions: of the whole batch; None: each token's place.
+            positions: of the whole batch, ``[1 or b, seq_len]``; None: each token's place.
         """
         shard.mask_of_keys = self._mask_of_keys
         if self._takes_positions:

@@ -71,7 +71,7 @@ _ADVICE = (
     "Give every rank of the mesh the same whole batch: attach(trainer, mesh) does so for a "
     "Trainer, replicate_batches(loader, mesh) for a data loader"
 )
-_TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
+_TRL_FUSED_HEAD = refusals.TRL_FUSED_HEAD
 
 
 @explain_keywords
@@ -423,8 +423,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if not self._options.share_prefixes:
             return None
         options, in_fused_head = self._options, bool(arguments.get(_TRL_FUSED_HEAD))
-        # Equal rows, mostly padding, may be a tree of fewer tokens than layouts need (two pieces a
-        # rank under zigzag) or ModelMemory.prepare wants for chunks.
+        # Equal rows, mostly padding, may be a tree of fewer tokens than layouts and chunks need.
         chunks = max(1, options.loss_chunks, options.mlp_chunks)
         min_tokens = 2 * chunks * self.mesh.sp_degree
         return RowsAsTree.read(arguments, min_tokens=min_tokens, in_fused_head=in_fused_head)
@@ -528,7 +527,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def _end(self, _: nn.Module, __: Any, out: Any) -> None:
         """End a forward pass, also one that has failed: what is called next is a caller's own."""
-        if out is None:
+        if out is None:  # torch has none to give after an error
             name = type(self._inner).__name__
             self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
         self._whole_batch, self._running.targets, self._rows = None, None, None
@@ -702,11 +701,11 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
     for key in out.keys() - {"loss", "aux_loss"} - _WHOLE:
         value = out[key]
         tensors = value if isinstance(value, tuple) else (value,)
-        tokens = (shape[0] * shape[1],) if key == _ROUTERS else shape
+        leading = (shape[0] * shape[1],) if key == _ROUTERS else shape
         ndim = 2 if key in {_ROUTERS, *_LOG_PROBABILITIES} else 3
         has_tokens = key in _PER_TOKEN and all(
             x is None
-            or (isinstance(x, Tensor) and x.ndim == ndim and x.shape[: len(tokens)] == tokens)
+            or (isinstance(x, Tensor) and x.ndim == ndim and x.shape[: len(leading)] == leading)
             for x in tensors
         )
         if not has_tokens and holds_tensor(value):

@@ -185,17 +185,18 @@ def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> tuple[Par
         for owner, pieces in enumerate(chains.by_rank)
     ]
     tokens = min(sum(piece.length for piece in pieces) for pieces in chains.by_rank)
-    number = max(min(max(chunk_counts), tokens), *map(len, chains.by_rank))
-    if number > tokens:
+    num_parts = max(min(max(chunk_counts), tokens), *map(len, chains.by_rank))
+    if num_parts > tokens:
         raise DataError(
-            f"a rank has {number} pieces of documents, and another one {tokens} tokens: documents "
-            "of a token each, which these layers cannot share out. Give rows of fewer documents"
+            f"a rank has {num_parts} pieces of documents, and another one {tokens} tokens: "
+            "documents of a token each, which these layers cannot share out. Give rows of fewer "
+            "documents"
         )
     pieces = chains.by_rank[rank]
     counts = [1] * len(pieces)
     longest: list[tuple[float, int]] = [(-piece.length, i) for i, piece in enumerate(pieces)]
     heapify(longest)
-    for _ in range(number - len(pieces)):
+    for _ in range(num_parts - len(pieces)):
         _, i = heappop(longest)
         counts[i] += 1
         heappush(longest, (-pieces[i].length / counts[i], i))
@@ -318,7 +319,8 @@ def run_in_parts(
     key_arguments: Mapping[str, Any] = MappingProxyType({}),
     window: int | None = None,
 ) -> Any:
-    """Return what ``forward(hidden_states=hidden_states, ...)`` does, by parts of the queries.
+    """Return what ``forward(hidden_states=hidden_states, **arguments)`` does, by parts of this
+    rank's queries, ``[rows, s_local, h]``.
 
     Args:
         seen: the mask of a part, as the layer's attention wants it.
@@ -338,7 +340,7 @@ def run_in_parts(
             **arguments,
         )
     check()
-    with_latents = recomputed and reads_picked_latents(layer)
+    with_latents = recomputed and reads_picked_latents(layer)  # their masks are of bools
     gathered = Gathered(layer, key_cache, window, joined=with_latents)
     # Keys that layers share are as the first run has left them: parts get a copy, to read.
     mappings = {name: x for name, x in arguments.items() if isinstance(x, MutableMapping)}

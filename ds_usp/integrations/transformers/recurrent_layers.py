@@ -55,8 +55,8 @@ def recurrent_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def functions_of(layer: nn.Module) -> Mapping[str, MeshFunction]:
-    """The functions of the tables for those that a layer's forward calls, and for its own methods;
-    those of its base classes too."""
+    """The tables' functions for a layer: by the name that its forward, or a base class's, calls in
+    its module, or by the path of a method from the layer."""
     kind: Any = type(layer)
     return _functions_of(kind)
 
@@ -205,7 +205,7 @@ def _run_layer(
 
 
 def rebound(function: Any, replacements: Mapping[str, MeshFunction]) -> Any:
-    """The function, which calls these for those of the same names; its wrappers stay."""
+    """Return the function with ``replacements`` in the place of globals; its wrappers stay."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         module_globals = function.__globals__

@@ -47,7 +47,7 @@ from ds_usp.integrations.transformers.sparse_layers import (
 from ds_usp.integrations.transformers.text_model import text_model, text_modules, without_towers
 from ds_usp.integrations.transformers.whole_arguments import (
     AUTO_LAYOUT,
-    BORDERS,
+    PACKING,
     TOKEN_DIM,
     WholeArguments,
     holds_tensor,
@@ -58,9 +58,10 @@ from ds_usp.training.whole_batch import IGNORE_INDEX, LOSS_WEIGHTS
 
 OLDEST, BEFORE = "5.5", "6"
 OLDEST_WITH_STATES = "5.23"  # earlier layers call other functions
+TRL_FUSED_HEAD = "fused_lm_head"  # TRL's argument: log-probabilities instead of logits
 
 # Tensors that a model may be given; others may hold tokens of the whole sequence.
-_ARGUMENTS = frozenset({*TOKEN_DIM, *BORDERS, "attention_mask", "num_items_in_batch"})
+_ARGUMENTS = frozenset({*TOKEN_DIM, *PACKING, "attention_mask", "num_items_in_batch"})
 # Flags that ask for something that a shard does not have, and what to do instead.
 _FLAGS = MappingProxyType(
     {
@@ -283,8 +284,8 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
 
 
 def check_layerdrop(trunk: PreTrainedModel, batch: WholeArguments) -> None:
-    """UnsupportedAttentionError where ranks would leave out other layers: on a CPU the generator
-    that chooses them is that of dropout, which is another one on each rank."""
+    """UnsupportedAttentionError where ranks would leave out different layers: on a CPU they are
+    chosen by the generator of dropout, whose state is each rank's own."""
     # Of the modules, not of the configuration, where some call it decoder_layerdrop.
     layerdrop = max(getattr(module, "layerdrop", None) or 0.0 for module in trunk.modules())
     if layerdrop and trunk.training and next(iter(batch.tensors.values())).device.type == "cpu":
@@ -346,8 +347,8 @@ def check_query_chunks(model: PreTrainedModel, options: Options) -> None:
 
 
 def check_tree(model: PreTrainedModel, at_text: bool, routers: bool) -> None:
-    """UnsupportedAttentionError for what would be other numbers of a tree of shared prefixes than
-    of a row for each of its branches.
+    """UnsupportedAttentionError where a tree of shared prefixes would give other numbers than a row
+    for each of its branches.
 
     Args:
         at_text: the model is given whole arguments, and its text model shards.
@@ -391,7 +392,7 @@ def _check_loss_weights(arguments: Mapping[str, Any], has_loss: bool) -> None:
             "what you compute of out.logits"
         )
     labeled = any(arguments.get(x) is not None for x in ("labels", "shift_labels"))
-    if not labeled or arguments.get("fused_lm_head"):
+    if not labeled or arguments.get(TRL_FUSED_HEAD):
         raise DataError(
             f"{LOSS_WEIGHTS} {list(weights.shape)} weigh the losses of tokens, and this pass "
             f"{'returns log-probabilities' if labeled else 'has no labels'}: leave them out, and "
@@ -417,9 +418,9 @@ def _check_loss_weights(arguments: Mapping[str, Any], has_loss: bool) -> None:
 
 
 def check_loss(model: PreTrainedModel) -> None:
-    """UnsupportedAttentionError for a model that would compute a loss of what it is given without
-    its ``loss_function``, which has the whole batch's labels: of a shard of logits and a whole
-    mask, it ends in an error of shapes (heads of Gemma 3 and Llama 4 before 5.17)."""
+    """UnsupportedAttentionError for a model that computes its loss without ``loss_function``, which
+    has the whole batch's labels: of a shard of logits and a whole mask it would end in an error of
+    shapes (heads of Gemma 3 and Llama 4 before 5.17)."""
     kind: Any = type(model)
     source = source_of_forward(kind)
     if "CrossEntropyLoss(" in source and "loss_function(" not in source:
@@ -545,7 +546,7 @@ def _counts_from_mask(kind: type) -> bool:
 
 
 def others_than_tokens(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of arguments that hold tensors which are not known to have a value a token."""
+    """The names of arguments with tensors that are not known to have a value for each token."""
     return [name for name, x in arguments.items() if name not in _ARGUMENTS and holds_tensor(x)]
 
 
@@ -583,8 +584,8 @@ def check_arguments(arguments: Mapping[str, Any], takes_others: bool, has_loss: 
 
 
 def check_generate(model: PreTrainedModel) -> None:
-    """UnsupportedAttentionError for generation where a gradient may be wanted of it, as of any call
-    of an enabled model: none goes through the whole model that generates."""
+    """UnsupportedAttentionError for generation with gradients enabled: none goes through the model
+    as it was, which generates."""
     if torch.is_grad_enabled():
         raise UnsupportedAttentionError(
             f"{type(model).__name__}.generate: a new token's forward pass is too short to be "

@@ -340,8 +340,8 @@ def _pick_blocks(
 
 
 def _counts(usp: Shard, chains: StateChains, device: torch.device) -> Tensor:
-    """Return the index of each of this rank's tokens in its document, ``[1 or rows, tokens]``: the
-    only position that ``SparseLayers.check`` allows a token, and that padding gets as well."""
+    """Return the index of each of this rank's tokens in its document, ``[1 or rows, tokens]``, of
+    padding too: ``SparseLayers.check`` has refused real tokens with other positions."""
     counts = usp.masks.get("counts")
     if counts is None:
         pieces = chains.by_rank[usp.call.mesh.rank]

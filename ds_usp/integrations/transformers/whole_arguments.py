@@ -61,7 +61,7 @@ TOKEN_DIM = MappingProxyType(
 PLACED_DIM = MappingProxyType({"visual_pos_masks": 1, "per_layer_inputs": 1, "ple_input_ids": 1})
 # Arguments of FlashAttention's packed sequences, and trees: the layout and documents replace them.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
-BORDERS = (*_LENGTHS, "max_length_q", "max_length_k", "seq_idx", TREE)
+PACKING = (*_LENGTHS, "max_length_q", "max_length_k", "seq_idx", TREE)
 
 
 @dataclass(frozen=True)
@@ -247,9 +247,9 @@ class WholeArguments:
                 )
 
     def unsharded(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole arguments of a model whose text model's inputs are sharded: all of ``arguments``,
-        of which this batch was read, but borders."""
-        out = {name: x for name, x in arguments.items() if x is not None and name not in BORDERS}
+        """Whole arguments of a model whose text model's inputs are sharded: ``arguments``, of which
+        this batch was read, without ``PACKING``."""
+        out = {name: x for name, x in arguments.items() if x is not None and name not in PACKING}
         # With a mask transformers looks for no documents in positions: the layers know them.
         device = next(iter(self.tensors.values())).device
         mask = self.arguments.get(PADDING)
@@ -294,8 +294,8 @@ class WholeArguments:
             )
 
     def shard(self, layout: TokenLayout, rank: int) -> dict[str, Any]:
-        """The arguments of this rank, without borders, with positions and a mask of ones."""
-        out = {name: x for name, x in self.arguments.items() if name not in BORDERS}
+        """The arguments of this rank without ``PACKING``, with positions and a mask of ones."""
+        out = {name: x for name, x in self.arguments.items() if name not in PACKING}
         device = next(iter(self.tensors.values())).device
         if "position_ids" not in out:
             out["position_ids"] = torch.arange(self.seq_len, device=device)[None]
@@ -323,7 +323,7 @@ class WholeArguments:
 
 # Of the arguments of a pass those that rows are made a tree of; others may be no tensors.
 _OF_ROWS = frozenset({"input_ids", "labels", "shift_labels", "position_ids", "attention_mask"})
-_OF_ROWS |= {LOSS_WEIGHTS, "num_items_in_batch", *BORDERS}
+_OF_ROWS |= {LOSS_WEIGHTS, "num_items_in_batch", *PACKING}
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ class RowsAsTree:
         for (row, start, stop), place in zip(runs, shared.places, strict=True):
             index[row, start:stop], is_real[row, start:stop] = place, True
         is_labeled = torch.zeros_like(is_real)
-        out = {name: x for name, x in batch.arguments.items() if name not in {*_OF_ROWS, *BORDERS}}
+        out = {name: x for name, x in batch.arguments.items() if name not in {*_OF_ROWS, *PACKING}}
         row_positions = [
             torch.arange(first, first + len(x))
             for first, x in zip(firsts, shared.places, strict=True)
@@ -532,15 +532,15 @@ def _documents(
 
 
 def _check_seq_idx(
-    numbers: Tensor, documents: tuple[Borders, ...], size: int, seq_len: int
+    seq_idx: Tensor, documents: tuple[Borders, ...], size: int, seq_len: int
 ) -> None:
-    """DataError where documents are numbered otherwise than the rest of the batch says: in
-    transformers Mamba's layers would keep those apart, and attention these."""
-    if not isinstance(numbers, Tensor):
-        raise DataError(f"seq_idx={numbers!r} must be a tensor [{size}, {seq_len}], as the tokens")
-    if tuple(numbers.shape) not in ((size, seq_len), (1, seq_len)):
-        raise DataError(f"seq_idx {list(numbers.shape)} must be [{size}, {seq_len}], as the tokens")
-    begins = [row.nonzero().flatten() + 1 for row in numbers[:, 1:] != numbers[:, :-1]]
+    """DataError where seq_idx numbers other documents than the rest of the batch has: transformers'
+    Mamba layers would go by the one, attention by the other."""
+    if not isinstance(seq_idx, Tensor):
+        raise DataError(f"seq_idx={seq_idx!r} must be a tensor [{size}, {seq_len}], as the tokens")
+    if tuple(seq_idx.shape) not in ((size, seq_len), (1, seq_len)):
+        raise DataError(f"seq_idx {list(seq_idx.shape)} must be [{size}, {seq_len}], as the tokens")
+    begins = [row.nonzero().flatten() + 1 for row in seq_idx[:, 1:] != seq_idx[:, :-1]]
     row_borders = [borders_through(row.tolist(), seq_len) for row in begins]
     rows = list(documents or [(0, seq_len)]) * (size if len(documents) <= 1 else 1)
     numbered = row_borders * (size // len(begins))
