@@ -310,16 +310,16 @@ class _ReusedInputs:
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        self.indices: list[int] = []
-        self._inputs: Sequence[torch.Tensor] = inputs
+        self.indices: list[int] = []  # of the inputs that the graph saves
+        self._inputs = dict(enumerate(inputs))  # those that are there now, by index
 
     def pack(self, tensor: torch.Tensor) -> tuple[int, StorageView] | None:
         storage = storage_id(tensor)
-        for index, x in enumerate(self._inputs):
+        for index, x in self._inputs.items():
             if storage_id(x) == storage and x.dtype == tensor.dtype:
                 if index not in self.indices:
                     self.indices.append(index)
-                return self.indices.index(index), StorageView.from_tensor(tensor)
+                return index, StorageView.from_tensor(tensor)
         return None
 
     def unpack(self, packed: tuple[int, StorageView]) -> torch.Tensor:
@@ -327,10 +327,11 @@ class _ReusedInputs:
         return view.apply_to(self._inputs[index])
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._inputs = tensors
+        """Take the recomputed inputs, those of ``indices``, for backward."""
+        self._inputs = dict(zip(self.indices, tensors, strict=True))
 
     def release(self) -> None:
-        self._inputs = ()
+        self._inputs = {}
 
 
 class _CheckpointRun:

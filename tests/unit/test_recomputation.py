@@ -118,6 +118,25 @@ def test_recomputed_inputs_serve_where_nothing_is_exchanged():
     y.sum().backward()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_saved_inputs_are_read_in_the_forward_pass_too(reentrant):
+    """A local attention may differentiate something of its own; v is saved before q here."""
+
+    def own(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        (slope,) = torch.autograd.grad((v.exp() * v * q).sum(), v, retain_graph=True)
+        return q + k + slope.detach() * v
+
+    attention = USPAttention(own, mesh=MESH)
+
+    def run(x: Tensor) -> Tensor:
+        return attention(x.sin(), x.cos(), x.tanh(), 0)
+
+    x, kept = some(), some()
+    run(x).sum().backward()
+    checkpoint(keep_attention(run), kept, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(x.grad, kept.grad)
+
+
 def test_an_error_in_the_first_run_leaves_nothing_behind():
     def failing(x: torch.Tensor) -> torch.Tensor:
         layer(x)
