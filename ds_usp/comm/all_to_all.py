@@ -25,8 +25,8 @@ from ds_usp.comm.packing import DeferredSum, PreallocatedSend, copy_or_sum_into
 from ds_usp.comm.uniform_all_to_all import CopyEngineAllToAll, UniformAllToAll
 from ds_usp.geometry.layout import Run, TokenLayout, TokenSlices
 
-HeadRanges = tuple[tuple[int, int], ...]
-Slices = Sequence[Sequence[torch.Tensor]]  # for or from each rank
+HeadRanges = tuple[tuple[int, int], ...]  # by Ulysses rank, half-open
+Slices = Sequence[Sequence[torch.Tensor]]  # for or from each Ulysses rank
 
 
 # What the exchange does, on Ulysses 2 with 4 heads. Before it a rank holds all heads of half the
@@ -44,7 +44,8 @@ Slices = Sequence[Sequence[torch.Tensor]]  # for or from each rank
 # host's work decides, may take a third: FlashInfer's kernel, once a tensor (FusedExchange).
 @dataclass(frozen=True)
 class HeadAllToAll:
-    """The Ulysses all-to-all of some tensors (q, k, v) within one ring rank.
+    """The Ulysses all-to-all of some tensors (q, k, v) within one ring rank: what posts is
+    collective over its Ulysses ranks.
 
     Args:
         mesh: the process groups.
@@ -84,7 +85,7 @@ class HeadAllToAll:
     ) -> PendingExchange:
         """Start :meth:`to_heads` of tensors of one dtype and device: callers check it, as others
         would be cast to the first's. On one Ulysses rank results are views of the tensors;
-        ``overlapped`` as of :meth:`P2PChannel.post`."""
+        ``overlapped`` as of :meth:`P2PChannel.post`, for copy engines alone."""
         if self.is_fused:
             with self._count_fused(tensors):
                 return PendingExchange(partial(tuple, self._fused.to_heads(tensors)))
@@ -113,8 +114,8 @@ class HeadAllToAll:
     def preallocate_send(
         self, like: torch.Tensor, sizes: Sequence[torch.Size]
     ) -> PreallocatedSend | None:
-        """The staging buffer of a later :meth:`post_to_sequence` to outputs of these sizes, which
-        may be written before; None if nothing is packed, or packed in another way."""
+        """The staging buffer of a later :meth:`post_to_sequence` to outputs of these sizes, in the
+        dtype of ``like``, for a kernel to write into; None if there is no such buffer."""
         if self.is_fused or self._uniform is None:
             return None
         return self._uniform.preallocate_send(like, sizes)
@@ -127,7 +128,8 @@ class HeadAllToAll:
         *,
         overlapped: bool = True,
     ) -> PendingExchange:
-        """Start :meth:`to_sequence`; ``outs`` are written once it has been waited for."""
+        """Start :meth:`to_sequence`; ``outs`` are written once it has been waited for. ``prealloc``
+        is of :meth:`preallocate_send`: sources that are its views are not packed again."""
         if self.is_fused:
             with self._count_fused(outs):
                 self._fused.to_sequence(sources, outs)
@@ -139,9 +141,8 @@ class HeadAllToAll:
         ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
             for out, source, ((first, stop),) in zip(outs, sources, self.ranges, strict=True):
-                copy_or_sum_into(
-                    out if stop - first == out.shape[2] else out[:, :, first:stop], source
-                )
+                heads = out if stop - first == out.shape[2] else out[:, :, first:stop]
+                copy_or_sum_into(heads, source)
             return PendingExchange(tuple)
         tensors = [x if isinstance(x, torch.Tensor) else x.result() for x in sources]
         # A KV head that several ranks used comes back from each of them: their gradients are parts
@@ -150,14 +151,14 @@ class HeadAllToAll:
         sends = [self._head_slices(tensors, rank) for rank in ranks]
         recvs = [self._sequence_slices(accumulators, rank) for rank in ranks]
         work, received = self._exchange(sends, recvs)
-        add = [
+        is_summed = [  # in the order of _sequence_slices, equal for each rank
             _overlap(ranges)
             for layout, ranges in zip(self.layouts, self.ranges, strict=True)
             for _ in _runs_with_offsets(layout, self.mesh.ring_rank, self.mesh.ulysses_rank)
         ]
 
         def unpack() -> tuple[torch.Tensor, ...]:
-            _unpack(received, recvs, add)
+            _unpack(received, recvs, is_summed)
             for out, accumulator in zip(outs, accumulators, strict=True):
                 if accumulator is not out:
                     out.copy_(accumulator)
@@ -182,7 +183,7 @@ class HeadAllToAll:
         """Staging memory in bytes of one copy-engine exchange of tensors of these head dims."""
         if not isinstance(self._uniform, CopyEngineAllToAll):
             return 0
-        layout, *_ = self.layouts  # of any tensor
+        layout, *_ = self.layouts  # of all tensors, or the exchange were not uniform
         tokens = max(layout.length(rank) for rank in range(layout.degree))  # all reserve as much
         return self._uniform.staging_bytes(tokens, batch, dims, itemsize)
 
@@ -258,7 +259,7 @@ class HeadAllToAll:
         ]
 
     def _exchange(self, sends: Slices, recvs: Slices) -> tuple[dist.Work, torch.Tensor]:
-        """Post an all-to-all of any slices; the work, and what is received."""
+        """Post an all-to-all of any slices; the work, and the receive buffer (:func:`_unpack`)."""
         sent = [sum(x.numel() for x in slices) for slices in sends]
         received = [sum(x.numel() for x in slices) for slices in recvs]
         send_buffer = sends[0][0].new_empty(sum(sent))
@@ -276,34 +277,30 @@ class HeadAllToAll:
         sent: list[int],
         received: list[int],
     ) -> dist.Work:
+        """Post ``all_to_all_single`` and count it in the ledger. ``sent``, ``received``: elements
+        for and from each Ulysses rank, which lie one after the other in the dense buffers."""
         to_peers = sum(sent) - sent[self.mesh.ulysses_rank]
         sent_bytes = to_peers * send_buffer.element_size()
         others = self.mesh.other_nodes.get("ulysses", ())
         between_nodes = sum(map(sent.__getitem__, others)) * send_buffer.element_size()
         self.mesh.ledger.add("all_to_all", sent_bytes, between_nodes)
+        flat, group = (recv_buffer.view(-1), send_buffer.view(-1)), self.mesh.ulysses_group
         with exchange_range("all_to_all", sent_bytes) if profiler_enabled() else NO_RANGE:
-            work: dist.Work = dist.all_to_all_single(
-                recv_buffer.view(-1),
-                send_buffer.view(-1),
-                received,
-                sent,
-                group=self.mesh.ulysses_group,
-                async_op=True,
-            )
-        return work
+            work = dist.all_to_all_single(*flat, received, sent, group=group, async_op=True)
+        return cast(dist.Work, work)
 
 
-def _unpack(buffer: torch.Tensor, recvs: Slices, add: Sequence[bool] = ()) -> None:
+def _unpack(buffer: torch.Tensor, recvs: Slices, is_summed: Sequence[bool] = ()) -> None:
     """Copy the receive buffer of :meth:`HeadAllToAll._exchange` into the slices, or add it to them.
 
     Args:
         buffer: flat: rank after rank, each rank's slices one after the other, dense.
         recvs: the views to write, for each rank.
-        add: for each slice of a rank, whether it is added; empty: all are copied.
+        is_summed: for each slice of a rank, whether it is added; empty: all are copied.
     """
     offset = 0
     for slices in recvs:
-        for out, adds in zip(slices, add or [False] * len(slices), strict=True):
+        for out, adds in zip(slices, is_summed or [False] * len(slices), strict=True):
             x = buffer[offset : offset + out.numel()].view(out.shape)
             out.add_(x) if adds else out.copy_(x)
             offset += out.numel()

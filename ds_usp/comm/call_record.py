@@ -195,9 +195,9 @@ def _fields(record: CallRecord, *, aborted: bool) -> list[str]:
     return fields
 
 
-def _compare_field(values: Sequence[str], ranks: list[list[int]]) -> str:
-    """One field that differs: first the words with which all values begin and end, then what is
-    left of each value with its ranks."""
+def _compare_field(values: Sequence[str], groups: list[list[int]]) -> str:
+    """The text of one field that differs: first the words with which all values begin and end, then
+    what is left of each value, which is that of one of the ``groups`` of ranks."""
     words = [value.split(" ") for value in values]
     max_shared = min(map(len, words)) - 1  # each value keeps a word
     head = 0
@@ -210,7 +210,7 @@ def _compare_field(values: Sequence[str], ranks: list[list[int]]) -> str:
     if any(bracket in name for bracket in "()[]{}"):  # what brackets hold is not cut apart
         name, head, tail = "", 0, 0
     ranks_by_value: dict[str, list[int]] = {}
-    for row, group in zip(words, ranks, strict=True):
+    for row, group in zip(words, groups, strict=True):
         value = " ".join(row[head : len(row) - tail])
         ranks_by_value[value] = sorted(ranks_by_value.get(value, []) + group)
     shown = [f"{_shorten(value)} on {name_ranks(group)}" for value, group in ranks_by_value.items()]

@@ -42,9 +42,8 @@ class CommLedger:
         self.between_nodes[kind] += between_nodes
 
     def reset(self) -> None:
-        self.calls.clear()
-        self.bytes.clear()
-        self.between_nodes.clear()
+        for counter in (self.calls, self.bytes, self.between_nodes):
+            counter.clear()
 
     def __str__(self) -> str:
         rows = (f"{kind} {self.calls[kind]} calls {self.bytes[kind]} B" for kind in self.calls)
@@ -68,7 +67,7 @@ def exchange_range(kind: str, sent_bytes: int) -> contextlib.AbstractContextMana
 
 
 HeadShapes = tuple[tuple[int, int], ...]  # heads and head dim of each tensor
-_MAX_VIEWS = 64
+_MAX_VIEWS = 64  # of a buffer
 
 
 class SendSlice(NamedTuple):
@@ -94,8 +93,9 @@ class RecvSpec(NamedTuple):
     """A tensor that is filled from the staging buffer of a rank of the group.
 
     Attributes:
-        offset: of its first element in that rank's buffer, in elements.
-        row_stride: elements from row to row there; 0 if ``out`` is dense there.
+        offset: of its first element in that rank's buffer, in elements. P2P reads it of this rank's
+            own buffer only: messages come in the order of the sender's slices.
+        row_stride: elements from row to row there, for copy engines; 0 if ``out`` is dense there.
         view: the part of ``out`` that is filled instead of all of it. Copy engines need its address
             only, which costs less CPU time than a tensor.
     """
@@ -116,8 +116,8 @@ class StagingBuffer:
         self._views: dict[tuple[HeadShapes, bool], tuple[torch.Tensor, ...]] = {}
 
     def views(self, shapes: HeadShapes, *, tokens_first: bool = False) -> tuple[torch.Tensor, ...]:
-        """A view of each tensor (:func:`split_features`); with ``tokens_first`` of the buffer as
-        ``[all rows, B, features]``."""
+        """Views ``[..., h, D]`` of the tensors in a buffer ``[..., features]``, as by
+        :func:`split_features`; with ``tokens_first`` ``[B, rows, h, D]``, of all its rows."""
         key = shapes, tokens_first
         views = self._views.get(key)
         if views is None:
@@ -141,21 +141,21 @@ def split_features(
         tokens_first: ``x`` is ``[tokens, B, ...]``; the views are ``[B, tokens, ...]``.
     """
     first, views = x.storage_offset(), []
-    for size, stride, offset in _feature_strides(x.shape, x.stride(), shapes, tokens_first):
+    for size, stride, offset in _feature_views(x.shape, x.stride(), shapes, tokens_first):
         views.append(x.as_strided(size, stride, first + offset))
     return tuple(views)
 
 
 @lru_cache(maxsize=4096)  # CPU time between kernels: a call's tensors have the shapes of the last's
-def _feature_strides(
+def _feature_views(
     shape: tuple[int, ...], stride: tuple[int, ...], shapes: HeadShapes, tokens_first: bool
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+) -> tuple[StridedView, ...]:
     sizes, strides, offset = shape[:-1], stride[:-1], 0
     if tokens_first:
         sizes, strides = (sizes[1], sizes[0], *sizes[2:]), (strides[1], strides[0], *strides[2:])
     views = []
     for heads, dim in shapes:
-        views.append(((*sizes, heads, dim), (*strides, dim, 1), offset))
+        views.append(StridedView((*sizes, heads, dim), (*strides, dim, 1), offset))
         offset += heads * dim
     return tuple(views)
 
@@ -226,8 +226,7 @@ class P2PChannel(Channel):
     ) -> None:
         self._group, self._other_nodes = group, other_nodes
         self._rank = -1 if group is None else group.rank()
-        self._ledger = ledger
-        self._kind = kind
+        self._ledger, self._kind = ledger, kind
         self._works: list[dist.Work] = []
         self._sending: list[tuple[int, torch.Tensor]] = []
         self.in_flight = False
@@ -306,8 +305,7 @@ def _exchange(
     """``torch.distributed.batch_isend_irecv`` without its checks, which take longer on the CPU
     than a small message takes on the links."""
     device = (sends or recvs)[0][1].device
-    # Backends of older torch lack the attribute. NCCL must coalesce: its sends would wait for each
-    # other.
+    # Backends of older torch lack the attribute. NCCL must coalesce, or a send waits for another.
     backend = group._get_backend(device)
     if not getattr(backend, "supports_coalescing", device.type == "cuda"):
         return _send_and_recv(group, sends, recvs)
@@ -355,8 +353,7 @@ class PendingExchange:
         return self._result
 
     def drain(self) -> None:
-        """Wait and drop the result: after an error, so that no exchange writes to memory that is
-        allocated again."""
+        """Only wait; after an error, or what is in flight would be written to memory of others."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()

@@ -116,7 +116,8 @@ class SharedNumbers:
 
     @staticmethod
     def copy_to_host(several: Sequence[SharedNumbers]) -> None:
-        """Start the copies of several to the host, behind the GPU's work: one for each stream."""
+        """Start the copies of several to the host, behind the GPU's work: one for each stream.
+        Their :meth:`parts` must be read in this order."""
         names = "stream_id", "device_index", "device_type"
         for key in dict.fromkeys(x._stream for x in several):
             stream_numbers, start = [x for x in several if x._stream == key], 0
@@ -130,7 +131,7 @@ class SharedNumbers:
                 start += x._ends[-1]
 
     def parts(self) -> list[memoryview]:
-        """The bits of each tensor, which are on the host or on their way there."""
+        """The bits of each tensor, on the CPU; after :meth:`copy_to_host` it waits for the GPU."""
         if self._arrival is not None:
             self._arrival.synchronize()
         data = self._bits.numpy().data if self._host is None else self._host
@@ -196,7 +197,8 @@ class _Call(NamedTuple):
 
 
 class GroupTransport:
-    """Records by asynchronous all-gathers over a process group, with the methods of a mailbox.
+    """Records by asynchronous all-gathers over a process group, with the methods of
+    :class:`ShmMailbox`. Each number is gathered once; zeros follow a record.
 
     Args:
         store: a part of the job's that is new for each mesh. An all-gather does not show whom it
@@ -249,6 +251,8 @@ class GroupTransport:
             self._requests[-1].join(_LOOK_S)  # where its host is gone, the others' waits fail
 
     def _look_at_store(self, seq: int, ended: threading.Event) -> None:
+        """Start a thread that says in the store that this rank has come to a wait, and looks there
+        who is late or has given up, until ``ended``. None starts while another one runs."""
         store, ranks = self._store, range(self._group.size())
         if store is None or any(thread.is_alive() for thread in self._requests):
             return
@@ -418,7 +422,8 @@ class ConsistencyChecker:
         Args:
             signature: of the call; a text has ``", "`` between its fields.
             error: what this rank already knows to be wrong.
-            wait: wait for the comparison even if the signature is verified.
+            wait: wait for the comparison even if the signature was equal on all ranks before, as
+                on a CPU; else its result may be raised by a later call.
             numbers: of arguments that are no shards. On a GPU they are compared at most 32
                 comparisons later.
 
@@ -451,8 +456,8 @@ class ConsistencyChecker:
 
         Args:
             call: the number of its forward call.
-            part: which of several passes of that call.
-            wait: wait for the comparison even if ranks have run backward passes before.
+            part: which of several passes of that call, a text that follows its number.
+            wait: wait for the comparison even if this ``part`` of another call was compared before.
 
         Raises:
             MeshError: the ranks differ in this pass or in an earlier call; on every rank.
@@ -484,7 +489,7 @@ class ConsistencyChecker:
 
     @contextlib.contextmanager
     def raising_everywhere(self) -> Iterator[None]:
-        """Raise on every rank what the body raises on one, right before a comparison."""
+        """Raise on every rank what the body raises on one: all compare something right after it."""
         self.ranks_know = False
         try:
             yield
@@ -510,8 +515,8 @@ class ConsistencyChecker:
             raise
 
     def leave_forward_pass(self, name: str, error: BaseException | None) -> None:
-        """Declare in the place of the next comparison that an error takes this rank out of a pass,
-        without waiting; not where the others know: all raise, or it has been declared before."""
+        """Declare in the place of the next comparison that an error (None: unknown) takes this rank
+        out of a pass, without waiting; not where the others know, by a comparison or by this."""
         with self._lock:
             already_known = self.ranks_know or self._has_left or self._failure is not None
             if self._transport is None or already_known:
@@ -545,6 +550,7 @@ class ConsistencyChecker:
             self._failure = _FORKED
 
     def clear_verified(self) -> None:
+        """Let every signature be waited for again. On all ranks at the same call."""
         self._verified.clear()
 
     def drain(self, max_pending: int = 0) -> None:
@@ -578,9 +584,12 @@ class ConsistencyChecker:
         computes: bool = False,
         read_after: float = _READ_AFTER,
     ) -> None:
-        """Compare a record; without waiting if its key is verified and ``wait`` is False.
+        """Compare a record; without waiting if its key is verified and ``wait`` is False. Counts it
+        in :attr:`number` and verifies the key, unless it raises what :meth:`check_call` raises.
 
         Args:
+            key: is verified once a comparison with it was waited for and found equal.
+            error: what this rank raises; its record is of that, and is waited for.
             max_pending: at most so many comparisons are in flight before this one.
             computes: the mesh becomes this thread's, or belongs to it.
             read_after: numbers of calls leave the GPU where the first was so many comparisons
@@ -652,7 +661,8 @@ class ConsistencyChecker:
             raise raised
 
     def _read_numbers(self, read_after: float) -> list[_Call]:
-        """Take the calls whose numbers are part of the record of the comparison that begins."""
+        """Take the calls whose numbers are part of the record of the comparison that begins, and
+        start the copies of those that are to leave the GPU (``read_after`` of :meth:`_compare`)."""
         calls: list[_Call] = []
         before = self.number + 1 - read_after
         leave = bool(self._unread) and self._unread[0].number <= before
@@ -675,7 +685,7 @@ class ConsistencyChecker:
         return CallRecord(signature, kind, *aborted, deferred)
 
     def take_thread(self) -> MeshError | None:
-        """Make the mesh this thread's; returns why that may not be."""
+        """Make the mesh this thread's; returns why that may not be, None if it is."""
         thread, owner = threading.current_thread(), None if self._owner is None else self._owner()
         if owner is thread:
             return None
@@ -727,8 +737,8 @@ def _earlier_field(calls: Sequence[_Call]) -> str:
 def _name_numbers(
     records: Sequence[CallRecord], calls: Sequence[_Call]
 ) -> tuple[Sequence[CallRecord], list[_Call]]:
-    """The records with fields for the first tensors that differ, in the place of all checksums; and
-    the earlier calls that these tensors are of."""
+    """The records with fields for the first tensors that differ, in the place of the field of
+    :func:`_earlier_field` for ``calls``; and which of these calls the tensors are of."""
     texts = [record.signature.fields[-1] for record in records]
     if not calls or len(set(texts)) == 1 or not all(x.startswith(_EARLIER_FIELD) for x in texts):
         return records, []
@@ -750,9 +760,9 @@ def _name_numbers(
 def _difference(
     data: Sequence[bytes | bytearray], calls: Sequence[_Call] = ()
 ) -> tuple[MeshError | None, bool, list[_Call]]:
-    """The difference of the ranks' records of a number, None where all can go on; whether it is
-    for good: ranks aborted different passes, one has left alone, or some have started an exchange
-    that others refuse; and which of the earlier calls, whose digests they have, differ."""
+    """The difference of the ranks' encoded records of a number, None where all can go on; whether
+    it is for good: ranks aborted different passes, one has left alone, or some have started an
+    exchange that others refuse; and which of ``calls``, whose digests the records have, differ."""
     if not data or data.count(data[0]) == len(data):
         return None, False, []
     records, others = _name_numbers([CallRecord.decode(record) for record in data], calls)

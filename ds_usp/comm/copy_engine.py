@@ -35,7 +35,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from importlib import import_module
 from threading import Thread
 from typing import Any, NamedTuple, Protocol
@@ -145,7 +145,7 @@ def graph_capture_id(stream: torch.cuda.Stream) -> int:
 
 
 def copy_async(stream: int, dst: int, src: int, size: int) -> None:
-    """Copy ``size`` bytes between device addresses."""
+    """Copy ``size`` bytes between device addresses. An integer ``stream`` is a raw handle."""
     _call(driver().cuMemcpyDtoDAsync, dst, src, size, stream)
 
 
@@ -190,7 +190,8 @@ def _bind(device: int) -> None:
 
 
 class PeerMappedTensor:
-    """This rank's tensor in symmetric memory, and the addresses of the other ranks'."""
+    """This rank's tensor of :func:`alloc_symmetric`, and the addresses of the other ranks' (of the
+    same shape and dtype). Collective over the group when it is made."""
 
     def __init__(self, local: torch.Tensor, group: dist.ProcessGroup) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -220,13 +221,13 @@ def alloc_symmetric(
     import torch.distributed._symmetric_memory as symmetric_memory
 
     tensor, reason = None, ""
-    for last in (False, True):
+    for may_retry in (True, False):
         try:
             tensor = symmetric_memory.empty(shape, dtype=dtype, device=device)
             break
         except RuntimeError as error:  # out of memory, of which torch's allocator may cache some
             reason = str(error).splitlines()[0]
-            if not last:
+            if may_retry:
                 torch.cuda.empty_cache()
     failed = torch.tensor(float(tensor is None), device=device)
     dist.all_reduce(failed, group=group)
@@ -243,12 +244,13 @@ def copy_engine_unavailable_reason(group: dist.ProcessGroup, nodes: Sequence[byt
         return "the ranks do not exchange on GPUs"
     reason = peer_copy_unavailable_reason(group.size())
     gpu_index = torch.cuda.current_device().to_bytes(4, "big")
-    ranks = all_gather_bytes(bytes([reason is None]) + gpu_index, group)
+    rank_bytes = all_gather_bytes(bytes([reason is None]) + gpu_index, group)
     if reason is not None:
         return reason
-    if len(set(nodes)) > 1 or len({data[:1] for data in ranks}) > 1:
+    can, gpus = {data[:1] for data in rank_bytes}, {data[1:] for data in rank_bytes}
+    if len(set(nodes)) > 1 or len(can) > 1:
         return "the ranks are on several nodes, or one of them cannot"
-    if len({data[1:] for data in ranks}) < len(ranks):
+    if len(gpus) < group.size():
         return "each process sees its own GPU only, or several share one"
     return None
 
@@ -285,7 +287,7 @@ def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.S
     )
 
 
-_ALIGN = 512
+_ALIGN = 512  # bytes, of a slot's size
 _MAX_CACHED = 256  # buffers and flag batches of a slot: lengths and readers differ between calls
 
 
@@ -295,18 +297,10 @@ def num_slots(kind: str, *, ring: bool) -> int:
     with ``ring`` there is ring traffic beside the head exchanges."""
     layout, mask = TokenLayout("contiguous", 4, 1, 2 if ring else 1), MaskSpec.full()
     chunks = [ring_schedule(layout, mask, 0, position="local_first")] * 5
-    return max(
-        staging_slots(pipeline_schedule(chunks, ulysses=True, backward=False), kind),
-        *(
-            staging_slots(
-                pipeline_schedule(
-                    chunks, ulysses=True, backward=True, stage_return=not ring, from_shards=shards
-                ),
-                kind,
-            )
-            for shards in (False, True)
-        ),
-    )
+    plan = partial(pipeline_schedule, chunks, ulysses=True)
+    backward = partial(plan, backward=True, stage_return=not ring)
+    passes = plan(backward=False), backward(from_shards=False), backward(from_shards=True)
+    return max(staging_slots(schedule, kind) for schedule in passes)
 
 
 class _FlagBatches(NamedTuple):
@@ -348,7 +342,7 @@ class Slot:
 class CopyEngine:
     """Symmetric memory and flags of one group, and the stream that pulls.
 
-    All ranks of the group make the same exchanges in the same order, in the same slots.
+    All ranks of the group make it, and the same exchanges in the same order, in the same slots.
 
     Args:
         group: the ranks; all GPUs of one node that reach each other's memory.
@@ -438,8 +432,8 @@ class CopyEngine:
         return self._memory is not None and size * self._num_slots <= self._memory.local.numel()
 
     def reserve(self, size: int) -> None:
-        """Grow every slot to so many bytes. Collective where they are smaller, which is rare: it
-        waits for all exchanges in flight."""
+        """Grow every slot to so many bytes, the same on every rank. Collective where slots are
+        smaller, which is rare: it waits for all exchanges in flight."""
         if self.has_capacity(size):
             return
         size = -(-size // _ALIGN) * _ALIGN
@@ -453,8 +447,8 @@ class CopyEngine:
         dist.barrier(self._group)
 
     def acquire_slot(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[StagingBuffer, Slot]:
-        """The next slot, and a buffer in it; the current stream waits until no reader needs its
-        former contents."""
+        """A buffer in the next slot, or in the same one until :meth:`publish_and_pull`, and the
+        slot; the current stream waits until no reader needs the slot's former contents."""
         if self._memory is None:
             raise MeshError("the copy engine has no staging memory: reserve some first")
         if self._posted:  # else the last one was never published: an error came between
@@ -463,8 +457,8 @@ class CopyEngine:
         self._current, graph = stream, graph_capture_id(stream)
         if graph and self._memory not in self._captured:
             self._captured.append(self._memory)
-        # Flags of the slot's last exchange have been cleared then. Between a graph and the work
-        # before and after its launch the stream's order says so; no event could be waited for.
+        # After the slot's last exchange, which clears the flags that wait_free asks for. Between a
+        # graph and the work around its launch the stream keeps that order; an event could not.
         done = slot.done_events.get(graph)
         if done is not None and (graph or slot.done_on is not stream):
             stream.wait_event(done)
@@ -511,9 +505,9 @@ class CopyEngine:
         if overlapped:
             self._packed_event.record(current)
             stream.wait_event(self._packed_event)
-        local = [recv for recv in recvs if recv[0] == self.rank]
-        remote = [recv for recv in recvs if recv[0] != self.rank] if local else recvs
-        owners = tuple(dict.fromkeys([recv[0] for recv in remote]))
+        local = [recv for recv in recvs if recv.rank == self.rank]
+        remote = [recv for recv in recvs if recv.rank != self.rank] if local else recvs
+        owners = tuple(dict.fromkeys([recv.rank for recv in remote]))
         flags = self._flag_batches_of(slot, tuple(readers), owners, local_first=bool(local))
         raw_stream = stream.cuda_stream
         flags.publish.enqueue(raw_stream)
@@ -576,7 +570,7 @@ class CopyEngine:
             self._pull(stream, recv, start, itemsize)
 
     def _pull(self, stream: int, recv: RecvSpec, start: int, itemsize: int) -> None:
-        """Enqueue a copy from the staging memory of another rank, from byte ``start`` on.
+        """Enqueue a copy from the staging memory of a rank, from byte ``start`` on.
 
         Args:
             recv: whose target is contiguous, or, with a stride between the source's rows, ``[rows,
@@ -646,7 +640,7 @@ class CopyEngineChannel(Channel):
             raise MeshError(f"the buffer of a {self._kind} exchange was given to a later one")
         rank, itemsize = self._engine.rank, packed.element_size()
         if len(recvs) > 1:  # ranks do not all pull from one at a time; slices of one together
-            recvs = sorted(recvs, key=lambda recv: (recv[0] <= rank, recv[0]))
+            recvs = sorted(recvs, key=lambda recv: (recv.rank <= rank, recv.rank))
         self._recvs = recvs
         readers: dict[int, None] = {}  # each once, in order
         rows = 0
@@ -678,11 +672,6 @@ class Engine(Protocol):
     def note_replay(self) -> None: ...
 
     def abort_waits(self) -> bool: ...
-
-
-def num_exchanges(engines: Mapping[str, Engine]) -> int:
-    """Exchanges that the copy engines of a mesh have started."""
-    return sum([engine.exchanges for engine in engines.values()])
 
 
 def note_replay(engines: Mapping[str, Engine]) -> None:

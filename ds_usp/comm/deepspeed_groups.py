@@ -59,11 +59,11 @@ def _engines() -> list[Any]:
 def _refusal(engines: Sequence[Any], ranks: Sequence[int]) -> ConfigError | None:
     """The first engine's refusal; None if an engine sums over all ``ranks``, or there is none."""
     refusals = [_engine_refusal(engine, ranks) for engine in engines]
-    errors = [refusal for refusal in refusals if refusal is not None]
-    return errors[0] if errors and len(errors) == len(refusals) else None
+    return refusals[0] if refusals and None not in refusals else None
 
 
 def _engine_refusal(engine: Any, ranks: Sequence[int]) -> ConfigError | None:
+    """The error of an engine that sums gradients over fewer than ``ranks``; None if it is right."""
     group = getattr(engine, "seq_data_parallel_group", None)
     if group is None:
         return None

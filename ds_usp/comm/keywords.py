@@ -57,8 +57,8 @@ def explain_keywords(call: FunctionT) -> FunctionT:
 def keyword_error(
     call: Callable[..., object], args: Sequence[object], keywords: Mapping[str, object]
 ) -> ConfigError | None:
-    """Return the error of a call whose keywords are wrong; None if Python says it as well, or if
-    nothing is wrong."""
+    """Return the error of a call whose keywords are wrong; None if Python's TypeError says as much,
+    or if nothing is wrong."""
     signature, name = inspect.signature(call), call.__qualname__.removesuffix(".__init__")
     accepted = [key for key in signature.parameters if key != "self"]
     unknown = [key for key in keywords if key not in accepted]

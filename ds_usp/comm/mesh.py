@@ -27,7 +27,6 @@ from ds_usp.comm.copy_engine import (
     CopyEngineChannel,
     abort_waits,
     copy_engine_unavailable_reason,
-    num_exchanges,
     num_slots,
 )
 from ds_usp.comm.deepspeed_groups import DeepSpeedCheck
@@ -90,14 +89,15 @@ def resolve_group(group: object) -> dist.ProcessGroup:
     return sp_group
 
 
-def grid_refusal(ranks: list[int], ulysses: int, order: str) -> ConfigError | None:
-    """Why no grid of this ``ulysses`` degree lies over these ranks; None if one does."""
-    if ranks != sorted(ranks):  # torch sorts the ranks of the groups that the mesh makes
+def grid_refusal(global_ranks: list[int], ulysses: int, order: str) -> ConfigError | None:
+    """Why no grid of this ``ulysses`` degree lies over a group's ranks; None if one does. Returned,
+    so that the caller can raise it on all of them."""
+    if global_ranks != sorted(global_ranks):  # torch sorts those of the groups that the mesh makes
         return ConfigError(
-            f"the sequence-parallel group has its global ranks in the order {ranks}; make it "
-            "with ascending ranks"
+            f"the sequence-parallel group has its global ranks in the order {global_ranks}; make "
+            "it with ascending ranks"
         )
-    refusal = Degrees(sp=len(ranks), ulysses=ulysses).refusal()
+    refusal = Degrees(sp=len(global_ranks), ulysses=ulysses).refusal()
     if refusal:
         return ConfigError(refusal.message)
     if order not in ORDERS:
@@ -108,8 +108,8 @@ def grid_refusal(ranks: list[int], ulysses: int, order: str) -> ConfigError | No
 def group_of_device_mesh(
     device_mesh: DeviceMesh, ulysses_degree: int | None, order: str | None
 ) -> tuple[dist.ProcessGroup, int | None, str]:
-    """The process group of all ranks of a DeviceMesh, the Ulysses degree and the order of the axes.
-    Collective over these ranks where there are two dims.
+    """The process group of all ranks of a DeviceMesh, the Ulysses degree (None: all ranks) and the
+    order of the axes. Collective over these ranks where there are two dims.
 
     Raises:
         ConfigError: dims that are no sequence-parallel ranks, or that contradict the arguments.
@@ -124,7 +124,8 @@ def group_of_device_mesh(
             f"a DeviceMesh of {device_mesh.ndim} dims {names}: give the dim whose ranks share a "
             'sequence, device_mesh["sp"], or two dims with the names ulysses and ring'
         )
-    degree, mesh_order = device_mesh[("ulysses")].size(), "-".join(reversed(names))
+    # A DeviceMesh names the axis first that varies slowest, an order the one that varies fastest.
+    degree, mesh_order = device_mesh["ulysses"].size(), "-".join(reversed(names))
     if ulysses_degree not in (None, degree) or order not in (None, mesh_order):
         raise ConfigError(
             f"ulysses_degree={ulysses_degree}, order={order!r} were given, and the DeviceMesh has "
@@ -137,7 +138,8 @@ def group_of_device_mesh(
             "ranks"
         )
     groups = [device_mesh.get_group(name) for name in names]
-    open_mesh = _meshes_over(groups[0]).get(groups[1])  # another group over them would stay open
+    # As from_device_mesh keeps it: another group over these ranks would stay open.
+    open_mesh = _meshes_over(groups[0]).get(groups[1])
     if open_mesh is not None and open_mesh.sp_group is not None:
         return open_mesh.sp_group, degree, mesh_order
     for group in groups:  # first along one axis, then along the other: then all ranks are even
@@ -203,7 +205,7 @@ _MESHES: Final[dict[dist.ProcessGroup, dict[Hashable, SequenceMesh]]] = {}
 
 
 def _meshes_over(group: dist.ProcessGroup) -> dict[Hashable, SequenceMesh]:
-    """The meshes that this process has made over a group."""
+    """The meshes over a group, by key, as a dict to add to. Forgets those of destroyed groups."""
     is_open = c10d._world.pg_map
     for other, meshes in list(_MESHES.items()):
         for key in [key for key, mesh in meshes.items() if mesh.sp_group not in is_open]:
@@ -213,6 +215,7 @@ def _meshes_over(group: dist.ProcessGroup) -> dict[Hashable, SequenceMesh]:
     return _MESHES.setdefault(group, {})
 
 
+# Attributes of a mesh that hold process groups, themselves or in what they refer to.
 _HOLD_GROUPS: Final = frozenset(
     {"sp_group", "ulysses_group", "kv_group", "dkv_group"}
     | {"consistency", "copy_engines", "plans", "checks"}
@@ -221,15 +224,14 @@ _HOLD_GROUPS: Final = frozenset(
 
 @atexit.register
 def _let_go_of_destroyed_groups() -> None:
-    """Destroying a group of gloo joins its threads, if nobody holds it any more. A thread that is
-    left and frees a tensor while Python ends is ended from C, which aborts the process ("terminate
-    called without an active exception"): up to Python 3.13."""
+    """Drop what keeps destroyed groups alive: gloo joins a group's threads when nobody holds it any
+    more. A thread that is left and frees a tensor while Python ends is ended from C, which aborts
+    the process ("terminate called without an active exception"): up to Python 3.13."""
     _MESHES.clear()
     for mesh in MESH_REGISTRY.objects():
         if mesh.sp_group is None or mesh.sp_group in c10d._world.pg_map:
             continue
-        # The checker, engines and plans hold groups too. What a later handler may print stays.
-        for name in [name for name in vars(mesh) if name in _HOLD_GROUPS]:
+        for name in [name for name in vars(mesh) if name in _HOLD_GROUPS]:  # str(mesh) still works
             del mesh.__dict__[name]
 
 
@@ -308,7 +310,8 @@ class SequenceMesh:
     name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # torch keeps compiled graphs on disk: versions, of ops' results too, keep old ones out.
+        # torch keeps compiled graphs on disk; versions keep old ones out: the last one counts
+        # changes of what the ops of ds_usp/attention/custom_ops.py take and return.
         text = f"{self}, {self.order}, ds_usp {__version__}, ops 6"
         object.__setattr__(self, "name", MESH_REGISTRY.register(self, text))
 
@@ -447,19 +450,19 @@ class SequenceMesh:
         cls, group: dist.ProcessGroup, ulysses: int, ring: int, order: str
     ) -> SequenceMesh:
         """Makes the subgroups and decides, the same on all ranks, whether copy engines and a
-        shared-memory mailbox are used; collective over the group."""
-        ranks = dist.get_process_group_ranks(group)
+        shared-memory mailbox are used. Collective over the group, whose counters are aligned."""
+        global_ranks = dist.get_process_group_ranks(group)
         rank = dist.get_rank(group)
         grid = RankGrid({"ulysses": ulysses, "ring": ring}, order=order.split("-"))
         coords = grid.coords(rank)
         axes = {"ulysses": ("ulysses",), "ring": ("ring",), "sp": ("ulysses", "ring")}
-        members = {name: grid.group_of(rank, *names) for name, names in axes.items()}
-        peers = {name: [ranks[i] for i in group_ranks] for name, group_ranks in members.items()}
+        members = {name: grid.group_of(rank, *of_axes) for name, of_axes in axes.items()}
+        peers = {name: [global_ranks[i] for i in members[name]] for name in members}
         nodes = node_ids(group)
         # In a pure Ulysses mesh the user's group is the Ulysses group: a second communicator over
         # the same ranks would take buffers (tens of MiB on NCCL) and overlap nothing. The ring's
         # two exist beside it because their traffic runs while the all-to-alls do.
-        alone = ring == 1 and ulysses > 1
+        pure_ulysses = ring == 1 and ulysses > 1
         mesh = cls(
             ulysses_degree=ulysses,
             ring_degree=ring,
@@ -468,7 +471,7 @@ class SequenceMesh:
             ring_rank=coords["ring"],
             order=order,
             sp_group=group,
-            ulysses_group=group if alone else subgroup(group, peers["ulysses"]),
+            ulysses_group=group if pure_ulysses else subgroup(group, peers["ulysses"]),
             kv_group=subgroup(group, peers["ring"]),
             dkv_group=subgroup(group, peers["ring"]),
             consistency=ConsistencyChecker.for_mesh(group, nodes),
@@ -481,9 +484,10 @@ class SequenceMesh:
             batch_layouts=_BATCH_LAYOUTS.setdefault(group, {}),
         )
         # Streams that wait for a rank that raised are released with the error.
-        mesh.consistency.on_failure = partial(abort_waits, mesh.copy_engines)
-        mesh.consistency.num_exchanges = partial(num_exchanges, mesh.copy_engines)
-        mesh.consistency.refuse_backward = DeepSpeedCheck(ranks)
+        engines = mesh.copy_engines
+        mesh.consistency.on_failure = partial(abort_waits, engines)
+        mesh.consistency.num_exchanges = lambda: sum([x.exchanges for x in engines.values()])
+        mesh.consistency.refuse_backward = DeepSpeedCheck(global_ranks)
         return mesh
 
     @property
@@ -559,7 +563,7 @@ class SequenceMesh:
 
     def flat(self) -> SequenceMesh:
         """The mesh of the same ranks and communicators with ring degree 1: one Ulysses axis, for
-        exchanges among all of them."""
+        exchanges among all of them. By P2P: its engines are this mesh's, of this Ulysses axis."""
         sp = self.other_nodes.get("sp", frozenset())
         return replace(
             self,
@@ -590,7 +594,7 @@ class SequenceMesh:
                 engine = self.copy_engines.pop(kind)
                 if isinstance(engine, FusedExchange):
                     engine.close()
-            self.consistency.clear_verified()
+            self.consistency.clear_verified()  # calls wait for a comparison before they reserve
 
     def _group_of(self, kind: str) -> dist.ProcessGroup | None:
         groups = {"ring_kv": self.kv_group, "ring_dkv": self.dkv_group}
@@ -606,12 +610,9 @@ class SequenceMesh:
         layout_degrees = (layout.ulysses, layout.ring, layout.order)
         mesh_degrees = (self.ulysses_degree, self.ring_degree, self.order)
         if layout_degrees != mesh_degrees:
-            raise LayoutError(
-                "the layout is for ulysses {} x ring {} ({}), the mesh is {} x {} ({}); "
-                "mesh.layout(kind, seq_len) makes one that fits".format(
-                    *layout_degrees, *mesh_degrees
-                )
-            )
+            text = "the layout is for ulysses {} x ring {} ({}), the mesh is {} x {} ({}); "
+            fix = "mesh.layout(kind, seq_len) makes one that fits"
+            raise LayoutError(text.format(*layout_degrees, *mesh_degrees) + fix)
 
     def gather(self, local: torch.Tensor, layout: TokenLayout, dim: int) -> torch.Tensor:
         """The full tensor, on every rank, as by :meth:`TokenLayout.gather`; collective.
@@ -647,11 +648,11 @@ class SequenceMesh:
     @contextmanager
     def agreeing(self, text: str) -> Iterator[list[str]]:
         """Raise on every rank what the body raises on one: all of them :meth:`agree` at its end,
-        well or not. Around a step of a program that catches errors it lets all ranks go on
+        also after an error. Around a step of a program that catches errors it lets all ranks go on
         with the next one, unless the mesh has failed for good. Collective.
 
         Yields:
-            the words of the text, to which the body adds what it came to know.
+            the words of the text, to which the body adds what else must be the same on all ranks.
 
         Raises:
             Exception: what the body has raised, on that rank.
@@ -749,7 +750,8 @@ def check_on_all_ranks(
 
 def _uneven_shards(layouts: Sequence[Sequence[tuple[str, int]]], ranks: int) -> LayoutError | None:
     """The error of ranks that give a layout's kind and hold different numbers of tokens; None if
-    their layouts differ in something else."""
+    their layouts differ in something else. ``layouts``: each rank's, as kinds and lengths, which
+    are ``ranks`` times the tokens that it holds."""
     if len(set(map(len, layouts))) != 1:  # one rank is wrong in another way
         return None
     for column in zip(*layouts, strict=True):

@@ -23,15 +23,16 @@ from ds_usp.lowlevel import load_triton_module, strided_copy
 
 # Why packing has a protocol for sums. Backward, dK and dV of a chunk are several partial results
 # (one a kernel call or a rank), of which the sum is sent and then never read again. Summing first
-# would write the sum to memory and read it back to pack it; `write` sums into the send buffer.
+# would write the sum to memory and read it back to pack it; `write` sums into the send buffer. The
+# sums are `GradAccumulator`s of ds_usp/kernels/merge.py.
 class DeferredSum(Protocol):
     """A tensor ``[B, tokens, h, D]`` that is still to be summed."""
 
     def as_tensor_if_single(self) -> torch.Tensor | None:
-        """The sum, if it is one tensor already."""
+        """The sum, if it is one tensor already and in its dtype."""
 
     def write(self, out: torch.Tensor, first: int = 0) -> None:
-        """Write its tokens from ``first`` on to ``out`` ``[B, ., h, D]``, as many as fit."""
+        """Write its tokens from ``first`` on to ``out`` ``[B, ., h, D]``, as many as that has."""
 
     def result(self) -> torch.Tensor: ...
 
@@ -83,11 +84,11 @@ class PackPlan:
     ) -> None:
         """Pack ``sources`` into the dense ``staging``, and write this rank's own tokens to
         ``outs``. With ``already_packed`` the sources are views of ``staging``: only ``outs`` are
-        written."""
+        written. Shapes and strides must be those of the plan: no others are noticed."""
         # Otherwise one copy kernel a tensor and piece: right everywhere, and launch-bound on GPUs.
         if staging.is_cuda and self._fused is not None:
-            fused = self._fused[already_packed]
-            if fused(staging, sources, outs):
+            pack_all, write_own = self._fused
+            if (write_own if already_packed else pack_all)(staging, sources, outs):
                 return
         pairs = zip(self.views, sources, outs, strict=True)
         tensors = [SendTensor(a.of(source), b.of(out)) for (a, b), source, out in pairs]
@@ -97,7 +98,7 @@ class PackPlan:
     @cached_property
     def _fused(self) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
         """:meth:`pack` as one kernel, for all tokens and for this rank's own alone, which returns
-        False where it cannot run; None without Triton."""
+        False where it cannot run; None without Triton, or where it runs for no tensors."""
         triton = load_triton_module("ds_usp.comm.packing_triton")
         return None if triton is None else triton.prepare(self)
 
@@ -110,10 +111,9 @@ class PreallocatedSend(NamedTuple):
     staging: StagingBuffer
     views: tuple[torch.Tensor, ...]
 
-    def already_written(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether all tensors are these views; None stands for a sum of several tensors."""
-        pairs = zip(tensors, self.views, strict=True)
-        return all(x is not None and x.is_set_to(view) for x, view in pairs)
+    def already_written(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all tensors are these views."""
+        return all(x.is_set_to(view) for x, view in zip(tensors, self.views, strict=True))
 
 
 def copy_or_sum_into(out: torch.Tensor, source: torch.Tensor | DeferredSum) -> None:

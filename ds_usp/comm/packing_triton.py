@@ -23,7 +23,9 @@ _OPEN = ("own_piece", "start0", "stop0", "place0", "start1", "stop1", "place1", 
 # Packs up to three tensors [pieces, tokens, batch, width] into staging [pieces, tokens, batch,
 # features]; grid (row blocks, pieces, tensors). This rank's own tokens, start0:stop0 and
 # start1:stop1 (empty: there is one run) of ``own_piece``, go to its own outputs, dst, from place0
-# and place1 on. With ONLY_OWN the grid has these runs instead of the pieces.
+# and place1 on. With ONLY_OWN the grid has these runs instead of the pieces. piece0, token0 and
+# sample0 are strides of src0, local_token0 and local_sample0 of dst0, in elements; width0: a
+# token's elements of src0, heads x head dim.
 @triton.jit(do_not_specialize=_OPEN)
 def _pack_for_send(  # type: ignore[no-untyped-def]
     staging, src0, src1, src2, dst0, dst1, dst2,
@@ -74,9 +76,9 @@ def _pack_for_send(  # type: ignore[no-untyped-def]
 
 def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] | None:
     """:meth:`PackPlan.pack` as one kernel, for all tokens and for this rank's own alone, which
-    returns False for tensors of several dtypes; None where heads are no neighbours, or for more
-    than two own runs."""
-    strides: list[tuple[int, ...]] = []
+    returns False as :func:`_bind_addresses` says; None where a token's heads are not dense, or for
+    more than two own runs."""
+    strides: list[tuple[int, ...]] = []  # of each tensor, and its width, as the kernel takes them
     for view, local_out in plan.views:
         heads, dim = view.size[3:]
         if not view.stride[3:] == local_out.stride[2:] == (dim, 1):
@@ -90,7 +92,7 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
     longest = max([stop - start for start, stop, _ in runs], default=0)
     parts = [slice(i, i + _MAX_TENSORS) for i in range(0, len(strides), _MAX_TENSORS)]
 
-    def launch_of(tokens_of_grid: int, pieces_of_grid: int, only_own: bool) -> Callable[..., bool]:
+    def launch_of(longest_piece: int, num_pieces: int, *, only_own: bool) -> Callable[..., bool]:
         packs = []
         for part in parts:
             of_part = strides[part]
@@ -99,15 +101,15 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
             rows = _TILE // columns
             launch = PreparedLaunch(
                 _pack_for_send,
-                (triton.cdiv(tokens_of_grid * batch, rows), pieces_of_grid, len(of_part)),
+                (triton.cdiv(longest_piece * batch, rows), num_pieces, len(of_part)),
                 (piece, *bounds, tokens, batch, features, *chain(*of_part, *of_part[:1] * unused)),
                 num_warps=8,
                 ONLY_OWN=only_own,
                 ROWS=rows,
                 COLUMNS=columns,
             )
-            before = sum([x[-1] for x in strides[: part.start]])
-            packs.append(_bind_addresses(launch, plan.views[part], before))
+            features_before = sum([x[-1] for x in strides[: part.start]])
+            packs.append(_bind_addresses(launch, plan.views[part], features_before))
         if len(packs) == 1:
             return packs[0]
         pairs = list(zip(packs, parts, strict=True))
@@ -115,7 +117,7 @@ def prepare(plan: PackPlan) -> tuple[Callable[..., bool], Callable[..., bool]] |
             pack(staging, sources[part], outs[part]) for pack, part in pairs
         )
 
-    return launch_of(tokens, pieces, False), launch_of(longest, len(runs), True)
+    return launch_of(tokens, pieces, only_own=False), launch_of(longest, len(runs), only_own=True)
 
 
 def _bind_addresses(

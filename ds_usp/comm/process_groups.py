@@ -31,8 +31,9 @@ _STORE_TIMEOUT_S = 2.0  # how long a rank that ends waits for the answer of the 
 def subgroup(
     parent: dist.ProcessGroup, ranks: list[int], backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """A communicator of its own over some ranks of a group, with its backend and timeout; None for
-    one rank. Collective over these ranks only."""
+    """A communicator of its own over some global ranks of a group, with the group's timeout, and
+    its backend if None; None for one rank. Collective over these ranks only; before it
+    :func:`align_group_counters`, over all of them."""
     if len(ranks) == 1:
         return None
     parent_backend = dist.get_backend(parent)
@@ -75,9 +76,9 @@ def new_local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
 
 
 def align_group_counters(group: dist.ProcessGroup) -> None:
-    """Create one-rank groups until all ranks are in as many groups as any of them.
+    """Create one-rank groups until all ranks are in as many groups as any of them. Collective.
 
-    A :func:`new_local_group` is named after that number, so ranks with other numbers would wait for
+    A :func:`new_local_group` is named after that number: ranks with other numbers would wait for
     each other under other names.
     """
     count = len(c10d._world.pg_names)
@@ -87,7 +88,7 @@ def align_group_counters(group: dist.ProcessGroup) -> None:
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """``data`` of every rank, the same number of bytes each."""
+    """``data`` of every rank, in the group's order; as many bytes on each. Collective."""
     local = byte_tensor(data, group)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group)

@@ -59,7 +59,8 @@ class Readings:
         return Readings, ()
 
     def of(self, tensors: Sequence[Tensor], key: Hashable, read: Callable[[], Reading]) -> Reading:
-        """Return what ``read()`` has returned of these tensors in this pass.
+        """Return what ``read()`` has returned of these tensors in this pass, or call it: on all
+        ranks at the same layers, so it may be collective.
 
         Args:
             key: what else the reading depends on, and what kind it is.
@@ -90,7 +91,8 @@ class Readings:
         return record.reading
 
     def _model_of(self, layer: nn.Module) -> nn.Module:
-        """The module that runs the layers: two models may be given one tensor in turn."""
+        """The module that runs the layers, the innermost with several of this class, else the
+        outermost: two models may be given one tensor in turn. Keeps the answer for the layer."""
         model_reference = self._models.get(layer)
         model = None if model_reference is None else model_reference()
         if model is None:
@@ -110,8 +112,8 @@ def calling_modules() -> Iterator[nn.Module]:
 
 
 def calling_code() -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
-    """Modules and the variables of their code that calls, innermost first: ``self`` of methods, and
-    ``module``, as functions name it that compute for one."""
+    """The modules on Python's stack, innermost first, each with the local variables of its frame. A
+    frame's module is its ``module`` (in functions that compute for one), else its ``self``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # To look at the variables of a frame copies all of them.

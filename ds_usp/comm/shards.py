@@ -61,7 +61,8 @@ def all_gather_shards(
     group: dist.ProcessGroup,
     buffers: _Buffers | None = None,
 ) -> list[torch.Tensor]:
-    """Every rank's shard, where the ranks know that each holds its own; ``dim`` from the front."""
+    """Every rank's shard, in the group's order. Collective, and compares nothing: the ranks must
+    know that each holds its own. ``dim`` from the front; ``buffers`` of :func:`_gather_buffers`."""
     sent, gathered = buffers or _gather_buffers(layout, local, dim)
     dist.all_gather(gathered, sent, group=group)
     return [
@@ -71,7 +72,7 @@ def all_gather_shards(
 
 
 def _gather_buffers(layout: TokenLayout, local: torch.Tensor, dim: int) -> _Buffers:
-    """Return the tensors that an all-gather of shards sends from and receives into."""
+    """Return what an all-gather of shards sends, a padded copy of ``local``, and receives into."""
     # All-gathers take equal sizes: shorter shards are padded by the token or two that they lack.
     longest = max(layout.length(rank) for rank in range(layout.degree))
     padded = local.new_zeros((*local.shape[:dim], longest, *local.shape[dim + 1 :]))

@@ -97,7 +97,7 @@ class ShmMailbox:
         return ranks * (_SLOTS * _SLOT_BYTES + 1)
 
     def post(self, data: bytes) -> int:
-        """Write this rank's next record; its sequence number, from 1 on."""
+        """Write this rank's next record, of at most RECORD_BYTES; its sequence number, from 1."""
         self._seq = seq = self._seq + 1
         header_at = self._offsets[seq % _SLOTS][self.rank]
         data_at = header_at + _HEADER.size

@@ -86,7 +86,7 @@ class BufferSizes(NamedTuple):
         by_rank: the buffer ``[ranks, s, B, features]`` of a piece for or from each rank.
         in_order: the buffer ``[S, B, features]`` of the ring rank's tokens.
         shapes: heads and head dim of each tensor on one rank.
-        pieces, shares: by rank, elements of its piece in ``by_rank``, its tokens in ``in_order``.
+        pieces, shares: elements of each rank's piece in ``by_rank``, of its tokens in ``in_order``.
     """
 
     by_rank: tuple[int, int, int, int]
@@ -125,8 +125,8 @@ def strided(tensors: Sequence[torch.Tensor]) -> tuple[Strided, ...]:
 def plan_to_heads(
     rank: int, slices: TokenSlices, heads: tuple[HeadRange, ...], *tensors: Strided
 ) -> tuple[BufferSizes, PackPlan, tuple[HeadsRecv, ...]]:
-    """Sizes of the exchange of tensors ``[B, s, H, D]``, how they are packed and what is received;
-    a rank's own tokens go to the receive buffer ``[S, B, features]``."""
+    """Sizes of the exchange of tensors ``[B, s, H, D]``, how they are packed, and what copy engines
+    pull; a rank's own tokens go to the receive buffer ``[S, B, features]``, the ``out`` of each."""
     sizes = buffer_sizes(slices, heads, *[shape for shape, _ in tensors])
     tokens, batch, features = sizes.in_order
     row = batch * features
@@ -140,10 +140,10 @@ def plan_to_heads(
     runs = tuple([(x.row, x.row + x.length, x.start) for x in slices.by_rank[rank]])
     recvs = []
     for peer in next_ranks(rank, slices.ranks):
-        piece = rank * slices.lengths[peer]
+        first_token = rank * slices.lengths[peer]  # of this rank's piece, in the peer's buffer
         for x in slices.by_rank[peer]:
             view = StridedView((x.length * row,), (1,), x.start * row)
-            recvs.append(HeadsRecv(peer, (piece + x.row) * row, view))
+            recvs.append(HeadsRecv(peer, (first_token + x.row) * row, view))
     return sizes, PackPlan(sizes.by_rank, OwnTokens(rank, runs), views), tuple(recvs)
 
 
@@ -167,9 +167,9 @@ def plan_to_sequence(
     ):
         batch, tokens, *head_shape = shape
         sample, token, *rest = stride
-        size, by_rank = (1, tokens, batch, *head_shape), (0, token, sample, *rest)
+        piece = StridedView((1, tokens, batch, *head_shape), (0, token, sample, *rest), 0)
         all_heads = heads_by_rank(slices.ranks, head_range, out_shape, out_stride)
-        views.append(SendViews(StridedView(size, by_rank, 0), _select_rank(all_heads, rank)))
+        views.append(SendViews(piece, _select_rank(all_heads, rank)))
     return PackPlan((1, *sizes.in_order), own_in_order(slices, rank), views)
 
 
@@ -184,15 +184,15 @@ def recvs_to_sequence(
     row_stride = batch * features
     recvs = []
     for peer in next_ranks(rank, slices.ranks):
-        first = 0
+        feature = 0  # the first one of the tensor in a token's row
         for i, (num_heads, dim) in enumerate(sizes.shapes):
             (_, *size), stride, begin = _select_rank(
                 heads_by_rank(slices.ranks, heads[i], *outs[i]), peer
             )
             for start, stop, row in slices.by_rank[rank]:
                 view = StridedView((stop - start, *size), stride, begin + row * stride[0])
-                recvs.append(SequenceRecv(peer, i, start * row_stride + first, row_stride, view))
-            first += num_heads * dim
+                recvs.append(SequenceRecv(peer, i, start * row_stride + feature, row_stride, view))
+            feature += num_heads * dim
     return tuple(recvs)
 
 
@@ -215,11 +215,11 @@ def buffer_sizes(
     features = sum([num_heads * dim for num_heads, dim in head_shapes])
     row, lengths = batch * features, slices.lengths
     return BufferSizes(
-        (slices.ranks, tokens, batch, features),
-        (sum(lengths), batch, features),
-        head_shapes,
-        [tokens * row] * slices.ranks,
-        [length * row for length in lengths],
+        by_rank=(slices.ranks, tokens, batch, features),
+        in_order=(sum(lengths), batch, features),
+        shapes=head_shapes,
+        pieces=[tokens * row] * slices.ranks,
+        shares=[length * row for length in lengths],
     )
 
 
@@ -257,7 +257,8 @@ _SHAPE = attrgetter("shape")
 
 
 class UniformAllToAll:
-    """The head exchanges of one chunk of heads, by the all-to-all that callers pass.
+    """The head exchanges of one chunk of heads, by the all-to-all that callers pass as ``post``.
+    ``overlapped`` is for copy engines.
 
     Args:
         slices: of the ring rank's tokens, in rank order.
@@ -269,8 +270,8 @@ class UniformAllToAll:
     ) -> None:
         self._mesh, self._slices = mesh, slices
         self._ranks, self._rank = mesh.ulysses_degree, mesh.ulysses_rank
-        of_ranks = [(first, stop, second) for (first, stop), (second, _), *_ in ranges]
-        self._heads = tuple([HeadRange(a, stop - a, second - a) for a, stop, second in of_ranks])
+        first_two = [(a, stop, b) for (a, stop), (b, _), *_ in ranges]  # the steps are equal
+        self._heads = tuple([HeadRange(a, stop - a, b - a) for a, stop, b in first_two])
         self._geometry = self._rank, slices, self._heads
 
     def post_to_heads(
@@ -305,7 +306,7 @@ class UniformAllToAll:
         """``[B, S, h, D] -> [B, s, H, D]``; sources that are the views of ``prealloc`` are not
         packed again."""
         sizes = buffer_sizes(self._slices, self._heads, *map(_SHAPE, outs))
-        source, is_one = sources[0], len(sources) == sizes.in_order[1] == 1
+        source, is_one = sources[0], len(sources) == len(outs[0]) == 1
         # One tensor, one sample: [1, S, h, D] already has the buffer's order of bytes.
         if is_one and isinstance(source, torch.Tensor) and source.is_contiguous():
             packed = source
@@ -346,9 +347,7 @@ class CopyEngineAllToAll(UniformAllToAll):
     def post_to_heads(
         self, tensors: Sequence[torch.Tensor], post: PostAllToAll, *, overlapped: bool = True
     ) -> PendingExchange:
-        sizes, plan, places = plan_to_heads(
-            *self._geometry, *[(x.shape, x.stride()) for x in tensors]
-        )
+        sizes, plan, places = plan_to_heads(*self._geometry, *strided(tensors))
         received = tensors[0].new_empty(sizes.in_order)
         channel, staging = self._acquire_slot(received, sizes.by_rank)
         plan.pack(staging.tensor, tensors, (received,) * len(tensors))
@@ -378,18 +377,18 @@ class CopyEngineAllToAll(UniformAllToAll):
         else:
             channel, staging = self._acquire_slot(outs[0], sizes.in_order)
         tensors = [x if isinstance(x, torch.Tensor) else x.as_tensor_if_single() for x in sources]
-        dense = [x for x in tensors if x is not None]
+        summed = [x for x in tensors if x is not None]
         of_outs = strided(outs)
         # A sum that is still partial results is summed into the buffer: written once, not twice.
-        if len(dense) < len(tensors):
+        if len(summed) < len(tensors):
             own_outs = [x[self._rank] for x in self._by_rank(outs)]
             tensors_to_send = list(map(SendTensor, map(one_piece, sources), own_outs))
             own_tokens = own_in_order(self._slices, self._rank)
             pack_for_send(staging.tensor[None], own_tokens, sizes.shapes, tensors_to_send)
         else:
-            written = prealloc is not None and prealloc.already_written(dense)
-            plan = plan_to_sequence(*self._geometry, strided(dense), of_outs)
-            plan.pack(staging.tensor, dense, outs, already_packed=written)
+            written = prealloc is not None and prealloc.already_written(summed)
+            plan = plan_to_sequence(*self._geometry, strided(summed), of_outs)
+            plan.pack(staging.tensor, summed, outs, already_packed=written)
         recvs = [
             RecvSpec(peer, outs[i], offset, row_stride, view)
             for peer, i, offset, row_stride, view in recvs_to_sequence(*self._geometry, of_outs)

@@ -68,8 +68,8 @@ def in_chunks_at(
     dim: int,
     module: nn.Module | None,
 ) -> Tensor:
-    """Compute as :func:`in_chunks` does, between these borders, with a function that also takes the
-    chunk's first index and the one behind its last."""
+    """Compute as :func:`in_chunks` does, in chunks ``(start, stop)`` that follow each other from 0
+    to the size of ``dim``, with a function that takes these two numbers too."""
     size = x.shape[dim]
     if torch.compiler.is_compiling():  # a compiler has no use for the order of writes
         parts = [(x.narrow(dim, start, stop - start), start, stop) for start, stop in borders]
@@ -87,16 +87,17 @@ def in_chunks_at(
     return output
 
 
-def _empty_output(first: Tensor, dim: int, length: int, size: int) -> Tensor:
-    """Uninitialized: the output of all ``size`` indices, as the first chunk's of ``length``."""
-    if first.shape[dim] != length:
+def _empty_output(result: Tensor, dim: int, length: int, size: int) -> Tensor:
+    """An uninitialized output of ``size`` indices along ``dim``, otherwise like the ``result`` of
+    a chunk of ``length`` indices; ConfigError if that has another number of them."""
+    if result.shape[dim] != length:
         raise ConfigError(
-            f"a chunk of {length} indices along dim {dim} has a result of {first.shape[dim]}: the "
+            f"a chunk of {length} indices along dim {dim} has a result of {result.shape[dim]}: the "
             "function must compute every index by itself"
         )
-    shape = list(first.shape)
+    shape = list(result.shape)
     shape[dim] = size
-    return first.new_empty(shape)
+    return result.new_empty(shape)
 
 
 class TakeChunk(torch.autograd.Function):
@@ -179,6 +180,8 @@ class _ChunkSums:
 
     @contextmanager
     def views(self) -> Iterator[None]:
+        """Put views in the place of parameters while the body computes a chunk: of each part of the
+        module during its own forward pass, of the module itself all the time."""
         replaced: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] = {}
         handles, thread = [], get_ident()
 

@@ -17,7 +17,6 @@ layer has to know.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from ds_usp.errors import RecomputeError
 from ds_usp.memory.saved_attention import (
     RandomState,
     StorageView,
+    current_autocast,
     save_tensor,
     saved_tensors,
     storage_id,
@@ -62,8 +62,7 @@ class GemmLast:
 
     def __init__(self) -> None:
         self._recomputing = False
-        # Weak, but no other storage gets its address.
-        self._produced: tuple[StorageWeakRef, _Recompute] | None = None
+        self._produced: _Recompute | None = None  # of an output that the consumer has not got yet
 
     @classmethod
     def between(cls, producer: torch.nn.Module, consumer: torch.nn.Module) -> None:
@@ -94,18 +93,21 @@ class GemmLast:
             self._produced = None
             recompute = _Recompute(producer, run_again, inputs)
             output = recompute.first_run(inputs)
-            self._produced = StorageWeakRef(output.untyped_storage()), recompute
+            self._produced = recompute
             return output
 
         return run
 
     def consume(self, consumer: Callable[Params, Result]) -> Callable[Params, Result]:
+        """The consumer, wrapped: where its next call takes the producer's output, known by its
+        storage, that is not saved but recomputed in backward."""
+
         def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-            produced, self._produced = self._produced, None
+            recompute, self._produced = self._produced, None
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            if produced is None or all(storage_id(x) != produced[0].cdata for x in tensors):
+            if recompute is None or not any(map(recompute.is_output, tensors)):
                 return consumer(*args, **kwargs)
-            with produced[1].consumed(produced[0].cdata):
+            with saved_tensors(recompute.pack_output, recompute.unpack_output):
                 return consumer(*args, **kwargs)
 
         return run
@@ -122,7 +124,7 @@ class _Recompute:
         self._producer, self._run_again = producer, rerun
         self._requires_grad = [x.requires_grad for x in inputs]
         self._inputs = [save_tensor(x) for x in inputs]
-        self._autocast = _autocast(inputs[0].device.type)
+        self._autocast = current_autocast(inputs[0].device.type)
         self._input_storages = {storage_id(x) for x in inputs}
         self._views: list[StorageView] = []
         self._recomputed: list[torch.Tensor] = []
@@ -144,13 +146,18 @@ class _Recompute:
             )
         self._input_storages = set()  # numbers that later storages may have again
         self._output_view = StorageView.from_tensor(output)
+        # Weak, but no other storage gets its address.
+        self._output_storage = StorageWeakRef(output.untyped_storage())
         return output
 
-    def consumed(self, storage: int) -> AbstractContextManager[None]:
-        def pack(tensor: torch.Tensor) -> StorageView | None:
-            return StorageView.from_tensor(tensor) if storage_id(tensor) == storage else None
+    def is_output(self, tensor: torch.Tensor) -> bool:
+        return storage_id(tensor) == self._output_storage.cdata
 
-        return saved_tensors(pack, lambda view: view.apply_to(self._recompute()))
+    def pack_output(self, tensor: torch.Tensor) -> StorageView | None:
+        return StorageView.from_tensor(tensor) if self.is_output(tensor) else None
+
+    def unpack_output(self, view: StorageView) -> torch.Tensor:
+        return view.apply_to(self._recompute())
 
     def _pack_index(self, tensor: torch.Tensor) -> int | None:
         if storage_id(tensor) in self._input_storages:
@@ -163,8 +170,9 @@ class _Recompute:
         return self._recomputed[index]
 
     def _recompute(self) -> torch.Tensor:
-        # The first of the saved tensors that backward asks for runs the producer, which gives all
-        # of them and the output: consumer's backward comes first, and its input is the output.
+        """The producer's output, detached, and with it ``_recomputed``: computed at the first call.
+        RecomputeError where the producer saves or returns tensors of other shapes or strides."""
+        # Consumer's backward comes first, and its input is the output.
         if self._output is None:
             inputs = [
                 x().detach().requires_grad_(requires_grad)
@@ -190,12 +198,6 @@ class _Recompute:
 
 def _unreachable_unpack(_: None) -> torch.Tensor:
     raise RecomputeError("backward of a graph that only collects its saved tensors")
-
-
-def _autocast(device: str) -> Callable[[], torch.autocast]:
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    cached = torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device, dtype, enabled, cached)
 
 
 def _name(producer: object) -> str:

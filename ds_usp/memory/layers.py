@@ -25,6 +25,7 @@ from ds_usp.memory.offload import Offload
 from ds_usp.memory.saved_attention import (
     RandomState,
     StorageView,
+    current_autocast,
     keep_attention,
     save_tensor,
     saved_tensors,
@@ -252,6 +253,7 @@ class _Group:
         return self._inputs.pop(index)()
 
     def _compute_inputs(self, last: int) -> None:
+        """Compute the inputs of the group's layers 1 to ``last`` again, from that of layer 0."""
         # Their copies to the host overlap as those of layers do: the last two stay on the device.
         # Each layer with the random states of its forward pass, or dropout would differ; then those
         # of now, or what runs next would.
@@ -275,32 +277,24 @@ class _Result:
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = weakref.ref(tensor.untyped_storage())
-        self._view, self._dtype = StorageView.from_tensor(tensor), tensor.dtype
-        self._version = tensor._version
+        self._form = StorageView.from_tensor(tensor), tensor.dtype, tensor._version
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        return (
-            self._storage() is tensor.untyped_storage()
-            and self._view == StorageView.from_tensor(tensor)
-            and (self._dtype, self._version) == (tensor.dtype, tensor._version)
-        )
+        form = StorageView.from_tensor(tensor), tensor.dtype, tensor._version
+        return self._storage() is tensor.untyped_storage() and self._form == form
 
 
 class _Handle:
     """Stands for a layer's input, and is saved instead of it."""
 
     def __init__(self, group: _Group, index: int, hidden: Tensor) -> None:
-        self._group, self._index = group, index
+        self._group, self._index, self.is_saved = group, index, False
         self._storage = storage_id(hidden)
         self._view, self._dtype = StorageView.from_tensor(hidden), hidden.dtype
-        self.is_saved = False
 
     def pack(self, tensor: Tensor) -> _Handle | None:
-        if (
-            storage_id(tensor) != self._storage
-            or tensor.dtype != self._dtype
-            or StorageView.from_tensor(tensor) != self._view
-        ):
+        view, form = StorageView.from_tensor(tensor), (self._storage, self._dtype, self._view)
+        if (storage_id(tensor), tensor.dtype, view) != form:
             return None
         self.is_saved = True
         return self
@@ -323,8 +317,7 @@ class _ForwardState:
         self._random = RandomState.capture(device)
         self._tracker = tracker
         self._tracker_states = tracker.get_states() if tracker is not None else None
-        kind = self._device_type = device.type
-        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._autocast = current_autocast(device.type)
 
     def restore_random(self) -> None:
         self._random.restore()
@@ -334,8 +327,7 @@ class _ForwardState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         self.restore_random()
-        enabled, dtype = self._autocast
-        with torch.autocast(self._device_type, dtype=dtype, enabled=enabled):
+        with self._autocast():
             yield
 
 

@@ -167,7 +167,7 @@ class Offload:
 
 
 class _State(Enum):
-    """Holds the saved tensors of one unit, on the GPU or on the host."""
+    """The places of a layer's saved tensors, in this order; after the last one ON_DEVICE again."""
 
     OPEN = "its forward pass runs"
     ON_DEVICE = "on the device"
@@ -234,6 +234,7 @@ class _Layer:
         self._state = _State.ON_DEVICE
 
     def start_offload(self) -> None:
+        """Start the copies to the host, when the next layer's forward pass begins."""
         items, counts = self.items, self._offload.counts
         self.num_offloaded = self.previous.num_offloaded if self.previous else 0
         if self._state is not _State.ON_DEVICE or self.backward_started or not items:
@@ -270,6 +271,7 @@ class _Layer:
             self._state = _State.ON_HOST
 
     def ensure_on_device(self) -> None:
+        """Wait until all is on the device, for backward; at first prefetch the next layer's too."""
         if not self.backward_started:
             self.backward_started = True
             if self._state is _State.OFFLOADING:
@@ -317,7 +319,8 @@ class _OffloadedStorage:
         self._version = tensor._version
 
     def set_offload_bytes(self, budget: int) -> torch.Tensor | None:
-        """The bytes to offload, at most the budget; None: none."""
+        """Decide how many bytes to offload, at most the budget, and return them, a view; None:
+        none. What stays on the device is cloned, for :meth:`drop` to free the storage."""
         self.check_version()
         size = min(self.size, budget)
         if size < self.size:
@@ -503,6 +506,7 @@ class PinnedBlockPool:
         self._free_bytes_at_start = free_memory()
 
     def allocate(self, size: int) -> PinnedAllocation:
+        """Blocks for ``size`` bytes, until the result is freed; ConfigError as :meth:`reserve`."""
         # Blocks of one size never fragment: any of them serves any layer, of any shape, and after
         # the first pass none is pinned any more.
         self.reserve(size)

@@ -66,7 +66,7 @@ def compute_or_replay(
 
     Args:
         compute: differentiable in its inputs alone.
-        key: what must be equal in both runs, besides shapes and dtypes.
+        key: what must be equal in both runs, besides the form of the inputs.
     """
     run = current_run()
     if run is None:
@@ -245,8 +245,12 @@ class SavedCall(_Call):
         device = inputs[0].device
         before = RandomState.capture(device)
         with torch.enable_grad(), saved_tensors(self._reused.pack, self._reused.unpack):
-            self._leaves = [_make_leaf(x, x.requires_grad or not grad_enabled) for x in inputs]
-            outputs = compute(*map(_attach, self._leaves, inputs))
+            self._leaves = [x.new_empty(()).expand(x.shape) for x in inputs]
+            pairs = list(zip(self._leaves, inputs, strict=True))
+            for leaf, x in pairs:
+                leaf.requires_grad_((x.requires_grad or not grad_enabled) and x.is_floating_point())
+            # Detached: no edge to what computed x.
+            outputs = compute(*[AttachLeaf.apply(leaf, x.detach()) for leaf, x in pairs])
         self._random = None if before.is_unchanged() else RandomState.capture(device)
         self._reused.release()
         self._outputs = [save_tensor(x.detach()) for x in outputs]
@@ -274,8 +278,9 @@ class SavedCall(_Call):
         """Gradients of the inputs, None where they are not needed. Frees the saved tensors.
 
         Args:
-            reused: the inputs of :attr:`reused_inputs`.
-            grads: of the outputs.
+            reused: the recomputed inputs of :attr:`reused_inputs`.
+            grads: of the outputs; None where no gradient arrives.
+            needed: of each input, whether its gradient is.
         """
         self._check_backward_once()
         self._backward_done = True
@@ -429,18 +434,9 @@ class AttachLeaf(torch.autograd.Function):
         return grad, None
 
 
-def _make_leaf(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    leaf = x.new_empty(()).expand(x.shape)
-    return leaf.requires_grad_(requires_grad and x.is_floating_point())
-
-
-def _attach(leaf: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return AttachLeaf.apply(leaf, x.detach())  # no edge to what computed x
-
-
 def _signature(inputs: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
-    """Return what recomputed inputs must have in common with the first run's: dtype, device, view,
-    and which of them share storage."""
+    """The form of inputs, in which both runs must agree: dtype, device, view in their storage, and
+    which of them share one."""
     storages = [storage_id(x) for x in inputs]
     return tuple(
         (x.dtype, x.device, StorageView.from_tensor(x), storages.index(storage))
@@ -506,7 +502,7 @@ def saved_tensors(pack: Pack, unpack: Unpack) -> Iterator[None]:
     pair = _HookPair(pack, unpack, _INNERMOST.get())
     token = _INNERMOST.set(pair)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(partial(_save, pair), _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(partial(_save, pair), lambda saved: saved()):
             yield
     finally:
         _INNERMOST.reset(token)
@@ -532,10 +528,6 @@ def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Te
     return partial(_unchanged, tensor.detach(), tensor._version)
 
 
-def _unpack(saved: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return saved()
-
-
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
     check_version(tensor, version)
     return tensor
@@ -548,6 +540,13 @@ def check_version(tensor: torch.Tensor, version: int) -> None:
             f"a tensor {list(tensor.shape)} that backward needs was changed in place "
             f"(version {tensor._version}, saved at {version})"
         )
+
+
+def current_autocast(device_type: str) -> Callable[[], torch.autocast]:
+    """A function that makes a context of what autocast is now on a type of device."""
+    kind, cached = device_type, torch.is_autocast_cache_enabled()
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype, enabled, cached)
 
 
 class RandomState(NamedTuple):
