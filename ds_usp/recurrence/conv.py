@@ -40,7 +40,7 @@ def causal_conv(
     before it in its document, wherever they are. Collective over the mesh.
 
     ``conv`` is called for the whole shard, and for the first tokens of its pieces behind their
-    halo, zeros where a document begins. So the kernel need know no documents.
+    halo, zeros where a document begins.
 
     Shapes:
         x ``[rows, channels, tokens]``; the output likewise, with the channels of ``conv``'s result.
@@ -74,7 +74,7 @@ def causal_conv(
 
 
 def _convolved(conv: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """ConfigError for a result that is not of these rows and tokens."""
+    """The result of ``conv``; ConfigError for one that is not of these rows and tokens."""
     y = conv(tokens)
     if not isinstance(y, torch.Tensor):
         raise ConfigError(f"conv gave a {type(y).__name__}, not a tensor")
@@ -97,10 +97,11 @@ class _Shard:
     def __init__(self, x: torch.Tensor, halo: Halo) -> None:
         self.halo = halo
         ends = list(accumulate(halo.lengths, initial=0))
+        # The pieces, by number, that have a halo, or behind another one saw its tokens as theirs.
         self._to_finish = [
             n
-            for n, ((first, _), spans) in enumerate(zip(halo.pieces, halo.halos, strict=True))
-            if halo.width and (spans or first)
+            for n, ((first_cut, _), spans) in enumerate(zip(halo.pieces, halo.halos, strict=True))
+            if halo.width and (spans or first_cut > 0)
         ]
         heads = [range(*halo.heads[n]) for n in self._to_finish]
         self._heads = tuple((ends[head.start], ends[head.stop]) for head in heads)
@@ -143,7 +144,7 @@ class _Shard:
             line += [self._cuts[cut] for cut in head]
             lengths += [halo.width, sum(halo.lengths[cut] for cut in head)]
         y = _convolved(conv, torch.cat(line, 2))
-        heads = torch.cat(y.split(lengths, 2)[1::2], 2).to(self.out.dtype)
+        heads = torch.cat(y.split(lengths, 2)[1::2], 2).to(self.out.dtype)  # without the halos
         return _Replace.apply(self.out, heads, _index(self._heads, heads.device))
 
 

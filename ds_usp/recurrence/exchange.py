@@ -37,7 +37,8 @@ ResultT = TypeVar("ResultT")
 #   - `leave` saves a tensor: what a checkpoint recomputes runs, with its exchanges, before this
 #     rank's first backward exchange, and as far as the end of the call, on every rank.
 class ExchangeCall:
-    """One call on the shards of a sequence, with exchanges of one kind.
+    """One call on the shards of a sequence: :meth:`begin`, equally many :meth:`exchange` on every
+    rank, :meth:`leave`.
 
     Where rows have different documents they are one row here, one after the other: no piece of the
     chains is of some rows only.
@@ -77,7 +78,8 @@ class ExchangeCall:
         in equal calls.
 
         Args:
-            compute: of the tensors; returns what else the ranks compare, and a result.
+            compute: of the tensors, rows of which are joined as said above; no collective. Returns
+                the texts that the ranks compare besides, and a result.
 
         Raises:
             ConfigError, LayoutError: no tensors of such a call; or what ``compute`` raises. On the
@@ -87,7 +89,7 @@ class ExchangeCall:
         parameters: dict[str, torch.Tensor] = {}
 
         def check() -> tuple[Signature, ResultT]:
-            signature, inputs = self._check(*arguments)
+            signature, inputs = self._check_and_enter(*arguments)
             for number, (x, dim) in enumerate(zip(*arguments[:2], strict=True)):
                 if dim is None:
                     parameters[f"tensor {number}"] = x
@@ -100,13 +102,15 @@ class ExchangeCall:
         self.number = self.mesh.consistency.number
         return result
 
-    def _check(
+    def _check_and_enter(
         self,
         tensors: Sequence[torch.Tensor],
         dims: Sequence[int | None],
         layout: TokenLayout,
         documents: Any,
     ) -> tuple[list[str | Signature], list[torch.Tensor]]:
+        """Make the chains; return what the ranks compare of the arguments, and the tensors for
+        ``compute``."""
         if not isinstance(layout, TokenLayout):
             raise LayoutError(
                 f"layout={layout!r} must be a TokenLayout, which mesh.layout(kind, seq_len) makes"
@@ -158,13 +162,14 @@ class ExchangeCall:
         return fields, inputs
 
     def _enter(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors behind one node of the graph, of which the anchor is an empty part."""
         inputs = list(tensors)
-        grad = [i for i, x in enumerate(tensors) if x.requires_grad]
-        self.needs_grad = torch.is_grad_enabled() and bool(grad)
+        with_grad = [i for i, x in enumerate(tensors) if x.requires_grad]
+        self.needs_grad = torch.is_grad_enabled() and bool(with_grad)
         self._anchor = tensors[0].new_empty(0)
         if self.needs_grad:
-            self._anchor, *inside = _Enter.apply(*(tensors[i] for i in grad))
-            for i, x in zip(grad, inside, strict=True):
+            self._anchor, *entered = _Enter.apply(*(tensors[i] for i in with_grad))
+            for i, x in zip(with_grad, entered, strict=True):
                 inputs[i] = x
         return inputs
 
@@ -175,11 +180,12 @@ class ExchangeCall:
         received: Sequence[int],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return what the ranks send to this one, flat, in their order; collective over the mesh.
+        """Return what the ranks send to this one, flat, in their order; collective over the mesh,
+        and so is its backward pass.
 
         Args:
-            parts: of any shapes, for each rank in order.
-            sent, received: elements to and from each rank.
+            parts: of any shapes, in the order of the ranks that receive them.
+            sent, received: elements to and from each rank, this one too.
         """
         flat = [part.reshape(-1).to(dtype) for part in parts]
         buffer = torch.cat([self._anchor.to(dtype), *flat])
@@ -189,7 +195,8 @@ class ExchangeCall:
         return out
 
     def leave(self, out: torch.Tensor, dim: int) -> torch.Tensor:
-        """The output, for what is computed after the call; its tokens are along ``dim``."""
+        """The output, rows apart again, for what is computed after the call; its tokens are along
+        ``dim``."""
         if self.chains.folded:
             dim %= out.ndim
             out = out[0].unflatten(dim - 1, (self.chains.rows, -1)).movedim(dim - 1, 0)

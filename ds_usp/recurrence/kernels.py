@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -60,7 +60,7 @@ def library_of(kernel: Callable[..., Any]) -> str:
 
 
 def takes_states(kernel: Callable[..., Any], like: torch.Tensor) -> bool:
-    """The implementation is a delta rule that :func:`delta_rule` runs, where ``like`` is."""
+    """Whether :func:`delta_rule` runs this implementation where ``like`` is; patches fla first."""
     module = _DELTA_RULES.get(getattr(kernel, "__name__", ""))
     is_delta_rule = module is not None and getattr(kernel, "__module__", "") == module
     return is_delta_rule and like.is_cuda and _patch_kernels()
@@ -90,6 +90,8 @@ def _patch_kernels() -> bool:
 
 
 def _seam(original: Callable[..., Any], method: str) -> Callable[..., Any]:
+    """The function, but that it is a method of its ``context`` where that is our PieceStates."""
+
     @functools.wraps(original)
     def seam(*args: Any, **kwargs: Any) -> Any:
         context = kwargs.get("context")
@@ -153,8 +155,9 @@ def delta_rule(
 # call. A is not computed where nothing comes before a piece, and once for both.
 class PieceStates:
     """A context for fla's kernels: the states before a rank's pieces, and their gradients after.
+    Forward calls :meth:`states_before` and :meth:`saved`, backward the other two.
 
-    Pieces lie one after the other in each row, rows one after the other.
+    Pieces lie one after the other in each row, rows one after the other: so they are numbered.
     """
 
     def __init__(
@@ -178,19 +181,20 @@ class PieceStates:
     def states_before(
         self, k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor | None:
-        """Return all pieces' states ``[rows * pieces, heads, dk, dv]``; None: no state comes in.
+        """Return the states before all pieces ``[rows * pieces, heads, dk, dv]``; None: none comes
+        in. Collective.
 
         Shapes: w ``[1, tokens, heads, dk]``, u ``[1, tokens, heads, dv]``.
         """
         g, gk, chunk_size = (kwargs.get(name) for name in ("g", "gk", "chunk_size"))
         maps: dict[int, Map] = {}
         lengths = tuple(piece.length for _, piece in self._numbered())
-        for first, stop, across in self._runs():
-            into = _states(k, w, u, g, gk, chunk_size, self.cu_seqlens[first : stop + 1])
-            numbers = slice(first, stop)
-            through = _transitions(k, w, g, gk, chunk_size, lengths, numbers) if across else None
-            for n in range(first, stop):
-                maps[n] = None if through is None else through[n - first], into[n - first]
+        for first, stop, imports in self._runs():
+            states = _states(k, w, u, g, gk, chunk_size, self.cu_seqlens[first : stop + 1])
+            transitions: Iterable[torch.Tensor | None] = [None] * (stop - first)
+            if imports:
+                transitions = _transitions(k, w, g, gk, chunk_size, lengths, slice(first, stop))
+            maps |= zip(range(first, stop), map(Map, transitions, states), strict=True)
         self._transitions = {n: a for n, (a, _) in maps.items() if a is not None}
         return self._exchange(self.call.chains, maps)
 
@@ -203,15 +207,16 @@ class PieceStates:
         dv: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, None]:
-        """Return the gradients of the states of :meth:`states_before`; no other has one."""
+        """Return the gradients of the states after all pieces, of the same shape or None; and None
+        for fla's own initial state. Collective."""
         g, gk = kwargs.get("g"), kwargs.get("gk")
         sizes = kwargs.get("scale"), kwargs.get("chunk_size")
         maps: dict[int, Map] = {}
         for n, piece in self._numbered():
             if piece.imports:
                 borders = self.cu_seqlens[n : n + 2]
-                into = _gradient_of_state(q, k, w, do, dv, g, gk, sizes, borders)
-                maps[n] = (self._transitions[n].mT if piece.exports else None), into
+                gradient = _gradient_of_state(q, k, w, do, dv, g, gk, sizes, borders)
+                maps[n] = Map(self._transitions[n].mT if piece.exports else None, gradient)
         return self._exchange(self.call.chains.mirrored, maps), None
 
     def saved(self, states: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
@@ -240,7 +245,7 @@ class PieceStates:
         return [(run[0], run[-1] + 1) for run in numbers]
 
     def _runs(self) -> Iterator[tuple[int, int, bool]]:
-        """Pieces that export, as half-open ranges; whether A goes with their states."""
+        """Pieces that export, as half-open ranges; whether they import, and so have an A too."""
         for (exports, imports), run in groupby(
             self._numbered(), lambda item: (item[1].exports, item[1].imports)
         ):
@@ -251,25 +256,24 @@ class PieceStates:
     def _exchange(self, chains: StateChains, maps: dict[int, Map]) -> torch.Tensor | None:
         """The states that come into all pieces along ``chains``, of the maps by number."""
         local_pieces = chains.by_rank[self.call.mesh.rank]
-        into: list[torch.Tensor | None] = []
-        across: list[torch.Tensor | None] = []
+        states: list[torch.Tensor | None] = []
+        transitions: list[torch.Tensor | None] = []
         for index, piece in enumerate(local_pieces):
-            rows = [
-                maps[row * len(local_pieces) + index] for row in range(self.rows) if piece.exports
-            ]
-            transitions = [a for a, _ in rows if a is not None]
-            into.append(torch.stack([b for _, b in rows]) if rows else None)
-            across.append(torch.stack(transitions) if transitions else None)
+            numbers = range(index, self.rows * len(local_pieces), len(local_pieces))
+            rows = [maps[n] for n in numbers if piece.exports]
+            of_rows = [a for a, _ in rows if a is not None]
+            states.append(torch.stack([b for _, b in rows]) if rows else None)
+            transitions.append(torch.stack(of_rows) if of_rows else None)
         transfer = Transfer(self.recurrence, self.call, chains, torch.float32)
         with no_autocast(self.cu_seqlens.device):
-            states = transfer.states(local_pieces, PieceMaps(into, across, _no_run))
-        if not states:
+            incoming = transfer.states(local_pieces, PieceMaps(states, transitions, _no_run))
+        if not incoming:
             return None
         shape = self.rows, len(local_pieces), *self.recurrence.state_shape
-        out = next(iter(states.values())).new_zeros(shape)
+        out = next(iter(incoming.values())).new_zeros(shape)
         for index, piece in enumerate(local_pieces):
-            if piece in states:
-                out[:, index] = states[piece]
+            if piece in incoming:
+                out[:, index] = incoming[piece]
         return out.flatten(0, 1)
 
 
@@ -307,7 +311,7 @@ def _states(
     chunk_size: int | None,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
-    """B ``[pieces, heads, dk, dv]`` of pieces."""
+    """B ``[pieces, heads, dk, dv]`` of the pieces between these borders."""
     from fla.ops.cp.chunk_fwd import chunk_cp_fwd_kernel_h
 
     heads, dk, dv = k.shape[2], k.shape[3], u.shape[3]
@@ -334,7 +338,7 @@ def _transitions(
     lengths: tuple[int, ...],
     numbers: slice,
 ) -> torch.Tensor:
-    """A ``[pieces, heads, dk, dk]`` of the pieces of these numbers."""
+    """A ``[pieces, heads, dk, dk]`` of the pieces of these numbers; ``lengths``: of all pieces."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
     from fla.ops.utils.index import prepare_chunk_indices
 

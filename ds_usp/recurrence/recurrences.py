@@ -1,5 +1,5 @@
 """The recurrences of known layers, each by the layer's own kernel, which is passed in; what is
-asked of it stands above each."""
+asked of it stands above each. ``mesh``, ``layout``, ``documents``: as of :func:`affine_scan`."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def delta_rule(
         eye = torch.eye(dk, dtype=state_dtype(v), device=v.device).expand(len(v), heads, dk, dk)
         begin = torch.cat([eye.new_zeros(len(v), heads, dk, dv), eye], dim=-1)
         wide = torch.cat([v, v.new_zeros(*v.shape[:-1], dk)], dim=-1)
-        out, state = kernel(q, k, wide, initial_state=begin, **state_of)
+        out, last = kernel(q, k, wide, initial_state=begin, **state_of)
         out, reads = out.split([dv, dk], dim=-1)
-        into, across = state.split([dv, dk], dim=-1) if piece.exports else (None, None)
+        state, transition = last.split([dv, dk], dim=-1) if piece.exports else (None, None)
         return PieceMap(
-            out, into, across, lambda s: torch.einsum("blhk,bhkv->blhv", reads.to(s.dtype), s)
+            out, state, transition, lambda s: torch.einsum("blhk,bhkv->blhv", reads.to(s.dtype), s)
         )
 
     recurrence = Recurrence(run, (heads, dk, dv), (heads, dk, dk), matrix=True, piecewise=True)
@@ -91,8 +91,8 @@ def delta_rule(
     return out.to(value.dtype)
 
 
-# Mamba-2: a decay for each head. B of a piece is a product over its tokens, so states are known
-# before the kernel runs, once, from them. The kernel needs initial_states and their gradient.
+# Mamba-2: a decay for each head. What a piece adds to a state is a sum over its tokens, so states
+# are known before the kernel runs, once, from them. It needs initial_states and their gradient.
 def mamba2(
     kernel: Kernel,
     x: torch.Tensor,
@@ -237,12 +237,11 @@ def mamba1(
             inputs = [step, A, B.to(step.dtype), C.to(step.dtype)]
             scan = partial(_scan_of_tokens, kernel)
             out, state = scan(x.to(step.dtype), *inputs, D=options.get("D"), last=piece.exports)
-            across = (
-                (A * step.sum(-1)[..., None]).exp() if piece.imports and piece.exports else None
-            )
-            none = torch.zeros_like(step)
+            goes_on = piece.imports and piece.exports
+            transition = (A * step.sum(-1)[..., None]).exp() if goes_on else None
+            no_x = torch.zeros_like(step)
             return PieceMap(
-                out.to(x.dtype), state, across, lambda s: scan(none, *inputs, before=s)[0]
+                out.to(x.dtype), state, transition, lambda s: scan(no_x, *inputs, before=s)[0]
             )
         options_of = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, **options}
         ran = kernel(x, dt, A, B, C, z=None, return_last_state=piece.exports, **options_of)
@@ -256,8 +255,8 @@ def mamba1(
             decay = (A[:, :, None] * total[:, :, None]).exp()
             return torch.einsum("bnl,bdnl,bdn->bdl", C.to(decay.dtype), decay, s.to(decay.dtype))
 
-        across = (A * total[:, :, -1:]).exp() if piece.exports else None
-        return PieceMap(out, state, across, respond)
+        transition = (A * total[:, :, -1:]).exp() if piece.exports else None
+        return PieceMap(out, state, transition, respond)
 
     parameters = (A,) if delta_bias is None else (A, delta_bias)
     out = affine_scan(
@@ -272,7 +271,7 @@ def mamba1(
     return out if z is None else out * F.silu(z)
 
 
-# Of a step so short that no state decays, but for what `_scan_of_tokens` makes up for.
+# A step so short that states hardly decay; `_scan_of_tokens` makes up for the rest.
 _SHORT = 2.0**-20
 
 
@@ -288,8 +287,8 @@ def _scan_of_tokens(
     before: torch.Tensor | None = None,
     last: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Outputs and the ``last`` state ``[b, d, n]`` of a scan, by a kernel that takes no state and
-    has no gradient of the last one.
+    """Outputs and the ``last`` state of a scan, by a kernel that takes no state and has no gradient
+    of the last one. Shapes as of :func:`mamba1`; states, ``before`` the tokens too, ``[b, d, n]``.
 
     Column i of a state comes in by a token that writes x into column i, and goes out by one that
     reads column i and takes no step. In fp32, in which all its inputs are.
@@ -301,7 +300,7 @@ def _scan_of_tokens(
         later = torch.arange(n - 1, -1, -1, device=x.device)
         entering = before.to(x.dtype) * torch.exp(-A * _SHORT * later) / _SHORT
         x, step = (
-            torch.cat([first, y], -1) for first, y in ((entering, x), (_SHORT + 0 * entering, step))
+            torch.cat([added, y], -1) for added, y in ((entering, x), (_SHORT + 0 * entering, step))
         )
         B, C = torch.cat([columns, B], -1), torch.cat([torch.zeros_like(columns), C], -1)
     if last:
@@ -350,8 +349,8 @@ def lightning(
 
         if not piece.exports:
             return PieceMap(out, respond=respond)
-        across = torch.exp(-rate * piece.length).reshape(1, heads).expand(len(q), -1)
-        return PieceMap(out, state, across, respond)
+        transition = torch.exp(-rate * piece.length).reshape(1, heads).expand(len(q), -1)
+        return PieceMap(out, state, transition, respond)
 
     def run_all(tensors: list[torch.Tensor], pieces: Sequence[Piece]) -> PieceMaps:
         q, k, v = (x.transpose(1, 2) for x in tensors)  # [b, t, h, d]
@@ -371,10 +370,10 @@ def lightning(
 
         def finish(incoming: Sequence[torch.Tensor | None]) -> torch.Tensor:
             borders, host_borders = kernels.borders_of(tuple(lengths), len(q), q.device)
-            example = next((x for x in incoming if x is not None), None)
+            any_state = next((x for x in incoming if x is not None), None)
             before = None
-            if example is not None:
-                zeros = torch.zeros_like(example)
+            if any_state is not None:  # [rows * pieces, ...], in the order of the borders
+                zeros = torch.zeros_like(any_state)
                 before = torch.stack([zeros if x is None else x for x in incoming], 1).flatten(0, 1)
             out, _ = kernel(
                 *(x.flatten(0, 1)[None] for x in (q, k, v)), g_gamma=-decay, scale=1.0,
@@ -409,7 +408,7 @@ def rg_lru(
 ) -> torch.Tensor:
     """Real-gated linear recurrent unit.
 
-    Shapes: x, gate ``[b, t, c]``, reset ``[b or 1, t, 1]`` -> ``[b, t, c]``.
+    Shapes: x, gate ``[b, t, c]``, reset ``[b or 1, t, 1]`` of bool -> ``[b, t, c]``.
 
     Args:
         kernel: ``kernel(x, gate, reset) -> (out, state)`` without a state from before, ``[b, c]``.
@@ -417,13 +416,14 @@ def rg_lru(
     width = x.shape[-1]
 
     def run(part: list[torch.Tensor], piece: Piece) -> PieceMap:
-        x, gate, first = part
-        out, state = kernel(x, gate, first)
+        x, gate, begins = part
+        out, state = kernel(x, gate, begins)
+        state = state if piece.exports else None
         if not piece.imports:
-            return PieceMap(out, state if piece.exports else None)
-        decay = (gate * ~first).cumprod(1)
-        across = decay[:, -1] if piece.exports else None
-        return PieceMap(out, state if piece.exports else None, across, lambda s: decay * s[:, None])
+            return PieceMap(out, state)
+        decay = (gate * ~begins).cumprod(1)
+        transition = decay[:, -1] if piece.exports else None
+        return PieceMap(out, state, transition, lambda s: decay * s[:, None])
 
     return affine_scan(
         Recurrence(run, (width,), (width,), piecewise=True),

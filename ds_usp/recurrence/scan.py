@@ -24,7 +24,13 @@ from ds_usp.geometry.state_chains import Move, Piece, RankRound, StateChains
 from ds_usp.memory.compile_guard import disable_in_compile
 from ds_usp.recurrence.exchange import ExchangeCall, is_dim
 
-Map = tuple[torch.Tensor | None, torch.Tensor]  # (A, B); without A, B is the state
+
+class Map(NamedTuple):
+    """A piece, or several that follow each other, as ``S_out = transition S_in + state``; a
+    transition of None: nothing comes before, and ``state`` is S_out."""
+
+    transition: torch.Tensor | None
+    state: torch.Tensor
 
 
 class PieceMap(NamedTuple):
@@ -72,7 +78,7 @@ class Recurrence:
     Args:
         run: ``run(tensors, pieces) -> PieceMaps`` of all pieces of a rank, which follow each other
             along the tokens and are all of them; or if ``piecewise`` ``run(tensors, piece) ->
-            PieceMap``, with the tokens of one piece.
+            PieceMap``, with the tokens of one piece. No collective: the ranks compare after it.
         state_shape: of S and B of one row.
         transition_shape: of A of one row: the first dims of the state's, as of a decay for each
             head, or all; if ``matrix`` ``[..., n, n]`` for states ``[..., n, m]``.
@@ -108,9 +114,9 @@ class Recurrence:
         if a is None:
             raise ConfigError("nothing comes before the first piece of a document")
         if self.matrix:
-            return None if a0 is None else a @ a0, a @ b0 + b
+            return Map(None if a0 is None else a @ a0, a @ b0 + b)
         wide = a.reshape(*a.shape, *[1] * (b0.ndim - a.ndim))
-        return None if a0 is None else a * a0, wide * b0 + b
+        return Map(None if a0 is None else a * a0, wide * b0 + b)
 
 
 @disable_in_compile("a layer that carries a state is not in a graph: its exchanges are compared")
@@ -196,7 +202,8 @@ def _run(
     out_dim: int,
     call: ExchangeCall,
 ) -> tuple[PieceMaps, str]:
-    """Return what it computes of all pieces; and as text, what the ranks compare of the output."""
+    """Return what the recurrence computes of this rank's pieces; and a text of its output, which
+    the ranks compare."""
     pieces, rows = call.chains.by_rank[call.mesh.rank], call.chains.rows_of_piece
     if not recurrence.piecewise:
         maps: PieceMaps = recurrence.run(tensors, pieces)
@@ -280,7 +287,8 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 @dataclass
 class Transfer:
-    """The states before this rank's pieces, from the maps of all ranks."""
+    """The states before this rank's pieces, from the maps of all ranks, sent and folded in
+    ``dtype``; or, along the call's chains mirrored, the gradients of the states after them."""
 
     recurrence: Recurrence
     call: ExchangeCall
@@ -288,16 +296,18 @@ class Transfer:
     dtype: torch.dtype
 
     def states(self, pieces: Sequence[Piece], maps: PieceMaps) -> dict[Piece, torch.Tensor]:
+        """Return the states ``[rows, *state_shape]`` that come into this rank's pieces, where one
+        does. Collective over the mesh."""
         local_maps: dict[Piece, Map] = {}
         for piece, a, b in zip(pieces, maps.transitions, maps.states, strict=True):
             if piece.exports and b is not None:
-                across = a.to(self.dtype) if piece.imports and a is not None else None
-                local_maps[piece] = across, b.to(self.dtype)
+                transition = a.to(self.dtype) if piece.imports and a is not None else None
+                local_maps[piece] = Map(transition, b.to(self.dtype))
         return self._by_doubling(local_maps) if self.chains.doubles else self._directly(local_maps)
 
     def _directly(self, local_maps: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
-        maps, rank = local_maps, self.call.mesh.rank
-        for moves in self.chains.rounds_of(rank):
+        maps, rank, compose = local_maps, self.call.mesh.rank, self.recurrence.compose
+        for moves in self.chains.rounds_of(rank):  # one, or none
             maps = self._received(moves, local_maps)
         states, after = dict[Piece, torch.Tensor](), dict[Piece, torch.Tensor]()
         for piece, before, goes_on in self.chains.folds(rank):
@@ -307,8 +317,8 @@ class Transfer:
             if piece.rank == rank and state is not None:
                 states[piece] = state
             if goes_on:
-                folded = maps[piece] if state is None else self._compose(maps[piece], (None, state))
-                after[piece] = folded[1]
+                folded = maps[piece] if state is None else compose(maps[piece], Map(None, state))
+                after[piece] = folded.state
         return states
 
     def _by_doubling(self, local_maps: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
@@ -317,15 +327,12 @@ class Transfer:
         for moves in rounds:
             maps = self._received(moves, local_maps)
             local_maps |= {
-                move.target: self._compose(local_maps[move.target], maps[move.source])
+                move.target: self.recurrence.compose(local_maps[move.target], maps[move.source])
                 for move in moves.moves
                 if move.target.rank == rank
             }
         maps = self._received(last, local_maps)
-        return {m.target: maps[m.source][1] for m in last.moves if m.target.rank == rank}
-
-    def _compose(self, later: Map, earlier: Map) -> Map:
-        return self.recurrence.compose(later, earlier)
+        return {m.target: maps[m.source].state for m in last.moves if m.target.rank == rank}
 
     def _received(self, round_: RankRound, local_maps: dict[Piece, Map]) -> dict[Piece, Map]:
         """Return the maps that this rank has after a round: its pieces' and those received."""
@@ -338,7 +345,7 @@ class Transfer:
         sizes = [prod(shape) for shape in shapes]
         parts, arriving = list[torch.Tensor](), list[Move]()
         sent, received = [0] * degree, [0] * degree
-        for move in round_.sent:
+        for move in round_.sent:  # by source and target rank: the order of the buffers
             source, target = move.source.rank, move.target.rank
             elements = sum(sizes[: 1 + move.transition])
             if source == rank:
@@ -353,5 +360,5 @@ class Transfer:
         for move in arriving:
             b = next(chunks).view(shapes[0])
             a = next(chunks).view(shapes[1]) if move.transition else None
-            maps[move.source] = a, b
+            maps[move.source] = Map(a, b)
         return maps
