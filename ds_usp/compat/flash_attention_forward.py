@@ -273,10 +273,9 @@ class _FlashAttentionForward:
         equal_documents: bool,
         towers: FlashAttentionForward | None,
     ) -> None:
-        self._mesh, self._towers = mesh, towers
         self.tree: MaskSpec | None = None
-        self._equal_documents = equal_documents
-        self._layout, self._kernel, self._tuning = layout, kernel, tuning
+        self._equal_documents, self._towers = equal_documents, towers
+        self._mesh, self._layout, self._kernel, self._tuning = mesh, layout, kernel, tuning
         # Of the model that a layer is of: its name and limits; None: of none of transformers'.
         self._limits: WeakKeyDictionary[nn.Module, tuple[str, ShardLimits] | None] = (
             WeakKeyDictionary()
@@ -428,12 +427,13 @@ class _FlashAttentionForward:
     def _read_in_pass(
         self, kind: str, q: Tensor, tensors: Sequence[Tensor], read: Callable[[], _Pass]
     ) -> _Pass:
+        """Return what ``read()`` has returned in this pass: see :meth:`Readings.of`."""
         key = kind, self._layout, self._equal_documents, q.shape[:2]
         return self._mesh.readings.of(tensors, key, read)
 
     def _read_lengths(self, q: Tensor, tensors: Sequence[Tensor]) -> _Pass:
-        """Read documents from the lengths of queries and keys; positions must not contradict."""
-        local, ranks = q.shape[1], self._mesh.sp_degree
+        """Read documents from two lengths; positions, if ``tensors`` ends with some, must agree."""
+        local, ranks, rank = q.shape[1], self._mesh.sp_degree, self._mesh.rank
         seq_len = local * ranks
         lengths, kv_lengths, *positions = on_host(tensors)
         if lengths.tolist() != kv_lengths.tolist():
@@ -457,14 +457,11 @@ class _FlashAttentionForward:
         layout = self._mesh.layout(self._layout, seq_len)
         text_positions = [x for x in positions if x.shape == (1, local)]
         if text_positions:
-            steps = _local_steps(text_positions[0][0], layout, self._mesh.rank, documents[0])
-            real = RealTokens(0, seq_len, seq_len, 0)
+            steps = _local_steps(text_positions[0][0], layout, rank, documents[0])
+            real = RealTokens(first=0, stop=seq_len, num=seq_len, num_others=0)
             agreed_documents({"cu_seq_lens_q": documents[:1]}, [steps], [real])
-        own_largest = int(text_positions[0].max()) + 1 if text_positions else 0
-        self._check_model(
-            seq_len,
-            lambda: _largest_by_documents(layout, self._mesh.rank, documents[0], own_largest),
-        )
+        end = int(text_positions[0].max()) + 1 if text_positions else 0
+        self._check_model(seq_len, lambda: _largest_by_documents(layout, rank, documents[0], end))
         return _Pass(() if documents == ((0, seq_len),) else documents)
 
     def _pass_of_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
@@ -475,7 +472,7 @@ class _FlashAttentionForward:
         return pass_
 
     def _read_positions(self, q: Tensor, positions: Tensor, mask: Tensor | None) -> _Pass:
-        """Collective over the mesh."""
+        """Read documents and padding from the positions of all ranks; collective over the mesh."""
         encoded = _encode(positions, mask, q)
         layout = self._mesh.layout(self._layout, q.shape[1] * self._mesh.sp_degree)
         whole, is_real = _decode(self._mesh.gather(encoded, layout, dim=1).cpu())
@@ -510,6 +507,7 @@ class _FlashAttentionForward:
         return self._read_in_pass("nothing", q, [], lambda: self._one_document(q))
 
     def _one_document(self, q: Tensor) -> _Pass:
+        """Return one document; DataError if positions of the model that calls say several."""
         seq_len, rank = q.shape[1] * self._mesh.sp_degree, self._mesh.rank
         layout = self._mesh.layout(self._layout, seq_len)
         self._check_model(seq_len, lambda: _largest_by_documents(layout, rank, (0, seq_len), 0))
@@ -602,7 +600,7 @@ def _refuse(
 
 
 def _encode(positions: Tensor, mask: Tensor | None, q: Tensor) -> Tensor:
-    """Return the tensor to gather: this rank's positions, replaced by a mark where padding is."""
+    """Return the tensor to gather: positions, and in the last two bits what the mask says."""
     batch, local = q.shape[:2]
     rows = positions.shape[0] if positions.ndim == 2 else 0
     if positions.ndim != 2 or positions.shape[1] != local or rows not in (1, batch):
@@ -689,8 +687,8 @@ def _local_steps(
 
 
 def _largest_by_documents(layout: TokenLayout, rank: int, borders: Borders, end: int) -> list[int]:
-    """Return each rank's largest position, plus 1, of known documents: positions start anew in
-    each. Where this rank's, ``end``, is another, or 0, unknown, they may go on through all too."""
+    """Return each rank's largest position, plus 1, if positions start anew in each document. Where
+    this rank's is another, ``end`` (0: unknown), also those if they go on through all."""
     index = [local_positions(layout, each) for each in range(layout.ulysses * layout.ring)]
     through = [int(x.max()) + 1 for x in index]
     starts = torch.tensor(borders[:-1])

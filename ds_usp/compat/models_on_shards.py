@@ -40,7 +40,7 @@ class ShardLimits:
 
     Attributes:
         reason: what is never exact; empty without.
-        counted: from how many tokens on layers count their own.
+        counted: classes of layers, and from how many tokens on they count their own.
         model: it, whose configuration a program may change between passes.
         rotary: where modules with a kind of RoPE are, each by its parent and name: a program may
             put another one there, or give it another kind.
@@ -101,6 +101,7 @@ class ShardLimits:
 
 
 def _reasons(model: Any, kinds: Sequence[str], modules: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield what of a model is never exact on shards; ``kinds``: its ``layer_types``, or none."""
     stateful = sorted({kind for kind in kinds if "attention" not in kind or "linear" in kind})
     convolved = {type(x) for x in modules if any(map(_is_convolution, x.children()))}
     if stateful or convolved or getattr(model, "_is_stateful", False):

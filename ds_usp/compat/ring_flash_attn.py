@@ -167,6 +167,7 @@ class _Functions:
         dropout_p: float,
         **lengths: Any,
     ) -> Any:
+        """Compute a call of the function ``name``; ``kind`` and ``lengths``: as of `_Family`."""
         mesh = self.mesh(group)
         with mesh.consistency.raising_everywhere():
             _refuse_options(name, kind, mesh, alibi_slopes, deterministic)
@@ -443,6 +444,8 @@ class _Adapter:
         self._patches = ()
 
     def _with_documents(self, forward: FlashAttentionForward) -> FlashAttentionForward:
+        """Return it with the lengths of the last :meth:`update`, read at each call."""
+
         @wraps(forward, updated=())
         def ring_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             if self.lengths is not None:
@@ -453,7 +456,7 @@ class _Adapter:
 
 
 def check_params(f1: Callable[..., Any], f2: Callable[..., Any]) -> bool:
-    """Whether a function takes all arguments of the one that it replaces."""
+    """Whether ``f2`` takes all arguments of ``f1``, the function that it replaces."""
     parameters = inspect.signature(f2).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return True

@@ -31,7 +31,7 @@ _NAMES: Final = MappingProxyType({"sp": "ulysses_sequence_parallel_size", "ring"
 _ATTENTION: Final = "_ulysses_flash_attention_forward"
 _OURS: Final = "_ds_usp_attention"  # attribute of an engine
 _SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_WITHOUT = "Leave ring_degree out: verl's own sequence parallelism, or none, is for this"
+_ADVICE = "Leave ring_degree out: verl's own sequence parallelism, or none, is for this"
 
 
 def _change_config(module: ModuleType) -> None:
@@ -119,7 +119,7 @@ def _change_engine(module: ModuleType) -> None:
 
 
 def _follow(context: Any, running: list[FlashAttentionForward | None]) -> None:
-    """Keep last in ``running`` what the engine whose context is entered has of ours."""
+    """Keep last in ``running`` the attention of the engine whose context is entered, or None."""
     enter, leave = context.__enter__, context.__exit__
 
     @wraps(enter)
@@ -149,7 +149,7 @@ def _attention_of_trees(engine: Any) -> Any:
     return getattr(engine, _OURS, None) if _shares_prefixes(engine) else None
 
 
-def _check_config(model: Any, strategy: str, sp: int, ring: int) -> None:
+def _check_config(config: Any, strategy: str, sp: int, ring: int) -> None:
     """Raise, before weights are loaded, if a model of this config is not served.
 
     Raises:
@@ -157,21 +157,21 @@ def _check_config(model: Any, strategy: str, sp: int, ring: int) -> None:
         UnsupportedAttentionError: verl shards this model, or with this strategy, in another way.
     """
     heads, kv_heads = (
-        getattr(model, name, None) for name in ("num_attention_heads", "num_key_value_heads")
+        getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
     )
     Degrees(sp=sp, ring=ring, heads=heads, kv_heads=kv_heads).check(_NAMES)
     if sp == 1:  # nothing is shared
         return
-    others = sorted(set(getattr(model, "layer_types", None) or ()) - _SERVED_LAYERS)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
     if strategy not in ("fsdp", "fsdp2"):
         reason = f"strategy={strategy} shards sequences in a way of its own"
-    elif model.get_text_config() is not model:
+    elif config.get_text_config() is not config:
         reason = "verl shards models of images and sounds inside, with attention of its own"
     elif others:
         reason = f"it has layers of kind {', '.join(others)}, and a ring serves attention"
     else:
         return
-    raise UnsupportedAttentionError(f"ring_degree={ring}, {model.model_type}: {reason}. {_WITHOUT}")
+    raise UnsupportedAttentionError(f"ring_degree={ring}, {config.model_type}: {reason}. {_ADVICE}")
 
 
 def _check_model(model: Any) -> None:
@@ -195,7 +195,7 @@ def _check_model(model: Any) -> None:
             "replaces flash attention only. Use flash_attention_2, its default"
         )
     if reason := ShardLimits.of(model).reason:
-        raise UnsupportedAttentionError(f"{type(model).__name__}: {reason}. {_WITHOUT}")
+        raise UnsupportedAttentionError(f"{type(model).__name__}: {reason}. {_ADVICE}")
 
 
 _CHANGES: Final = MappingProxyType(
@@ -223,11 +223,11 @@ class _Changer(MetaPathFinder):
         finally:
             self._asks_others = False
         if spec is not None and spec.loader is not None:
-            _then(spec.loader, _CHANGES[name])
+            _change_when_loaded(spec.loader, _CHANGES[name])
         return spec
 
 
-def _then(loader: Loader, change: Callable[[ModuleType], None]) -> None:
+def _change_when_loaded(loader: Loader, change: Callable[[ModuleType], None]) -> None:
     load = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

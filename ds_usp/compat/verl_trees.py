@@ -45,7 +45,7 @@ class _SamplesAsTree:
 
     @classmethod
     def read(cls, samples: Any) -> _SamplesAsTree | None:
-        """None where no samples share a prefix.
+        """The tree of verl's micro batch ``samples``; None where no samples share a prefix.
 
         Raises:
             ConfigError, UnsupportedAttentionError: options of verl that a tree does not go with.
