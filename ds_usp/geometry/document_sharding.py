@@ -90,12 +90,8 @@ class _RankLoad:
 
 @lru_cache(maxsize=64)
 def balance_documents(documents: Documents, ring: int) -> tuple[tuple[Segment, ...], ...]:
-    """The tokens of every ring rank, ascending.
-
-    Documents longer than a rank's tokens are split; as long as a rank has more than 1.05 of the
-    mean work (causal pairs), those longer than half of that are split too, and so on. Then the most
-    and the least loaded rank are rebalanced, as often as that helps.
-    """
+    """The tokens of every ring rank, ascending, as the note above says."""
+    # Documents of more tokens are split: at first those that no rank can hold.
     max_whole = -(-documents.borders[-1] // ring)
     best: list[_RankLoad] = []
     while True:

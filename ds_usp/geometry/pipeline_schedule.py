@@ -68,7 +68,8 @@ class Instr(NamedTuple):
 
     Attributes:
         op: what is done; ``chunk``: the number of the head chunk.
-        number: of a ring exchange, among the chunk's; of a kernel call, of its ring step.
+        number: of a ring exchange, among the chunk's steps that are not local; of a kernel call,
+            of its step among all.
         call: of a kernel call, its number in the ring step.
     """
 

@@ -222,7 +222,7 @@ class StateChains:
         rounds, step = [], 1
         while step < self.longest - 1:
             pairs = (
-                Move(x, piece, self._depths[x] >= step)
+                Move(x, piece, self._depths[x] >= step)  # else x's map reaches a root, without A
                 for piece, x in before.items()
                 if piece.exports
             )
