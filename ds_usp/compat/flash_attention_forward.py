@@ -409,6 +409,7 @@ class _FlashAttentionForward:
         return self._read_in_pass("lengths", q, tensors, lambda: self._read_lengths(q, tensors))
 
     def _pass_of_tree(self, q: Tensor, tree: MaskSpec, positions: Tensor | None) -> _Pass:
+        # Positions are not read: they tell one pass from the next.
         def read() -> _Pass:
             seq_len, degree = q.shape[1] * self._mesh.sp_degree, self._mesh.sp_degree
             tree.check_length(seq_len, q.shape[0])

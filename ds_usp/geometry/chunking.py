@@ -48,7 +48,7 @@ ChunkPositions = tuple[tuple[ChunkPosition, ChunkPosition], ...]
 # Under a causal mask blocks differ in length and the next one fills the gap, so waves count for
 # full masks alone. The constants above were fitted to Hopper with NVLink; Tuning overrides them.
 class CallSize(NamedTuple):
-    """Sizes of a call that its defaults depend on, the same on every rank.
+    """Sizes of a call by which ``Tuning`` and the planner choose defaults; the same on every rank.
 
     Attributes:
         split: how heads are divided among the Ulysses ranks.

@@ -1,9 +1,10 @@
 """The order in which one rank exchanges and computes the head chunks of one pass, as a value.
 
 ``pipeline_schedule`` is the whole policy of overlap; ``ds_usp.attention.passes`` executes its
-instructions one after the other and decides nothing. Printed, an instruction is its chunk, its
-operation and the number of its exchange or kernel call: ``1kv0`` posts the first KV exchange of
-chunk 1, ``1kv0?`` waits for it, ``1attn2.0`` is the first kernel call of its ring step 2.
+instructions one after the other and decides nothing; the planner times them. Printed, an
+instruction is its chunk, its operation and the number of its exchange or kernel call: ``1kv0``
+posts the first KV exchange of chunk 1, ``1kv0?`` waits for it, ``1attn2.0`` is the first kernel
+call of its ring step 2.
 """
 
 from __future__ import annotations
@@ -318,9 +319,9 @@ def exposed_posts(schedule: Schedule) -> frozenset[Instr]:
 
 
 def staging_slots(schedule: Schedule, kind: str) -> int:
-    """Staging buffers of a kind of channel, used in rotation, with which a rank need not wait to
-    pack: one that is being pulled, beside all that are packed between two kernel calls or staged
-    before a call. While a kernel runs, what was posted before it is pulled."""
+    """Staging buffers of a kind of channel by copy engines, used in rotation, with which a rank
+    need not wait to pack: one that is being pulled, beside all that are packed between two kernel
+    calls or staged before a call. While a kernel runs, what was posted before it is pulled."""
     staged: set[int] = set()
     posted: set[int] = set()
     slots = 2

@@ -99,12 +99,13 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """All steps of one ring rank. Every rank of the ring has equally many that exchange keys.
+    """All steps of one ring rank. Every rank of the ring has equally many that exchange keys, and
+    the same maxima, by which all size their staging buffers.
 
     Args:
         ring_rank, ring_degree: the rank, and how many the ring has.
         steps, backward_steps: of the forward and of the backward pass.
-        max_local_tokens: most tokens that any rank of the ring has.
+        max_local_tokens: most key tokens that any rank of the ring has.
         max_recv_tokens: most tokens that any rank of the ring receives in one step.
         max_merged_tokens: most key tokens, on any rank, of a step with the rank's own among them.
     """

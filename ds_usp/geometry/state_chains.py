@@ -1,5 +1,5 @@
 """State chains: which pieces of which documents the ranks hold, and what layers that carry a state
-from token to token send between them."""
+from token to token send between them. ``recurrence`` executes it; the planner counts its bytes."""
 
 from __future__ import annotations
 

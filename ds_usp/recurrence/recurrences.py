@@ -26,6 +26,9 @@ from ds_usp.recurrence.scan import (
 
 Kernel = Callable[..., Any]
 
+# `run` below gets the tensors of `affine_scan`, of a piece where it takes one, and returns outputs
+# without an incoming state, B, A and the response R to one (`PieceMap`, `PieceMaps` of scan.py).
+
 
 # Delta rules: a matrix A. One run with the values [v | 0] and the state [0 | I] gives [o_0 | R] and
 # [B | A], with o = o_0 + R S. The kernel needs initial_state, output_final_state, their gradients,
