@@ -354,7 +354,7 @@ class ShardLoss:
 
 
 def scale_gradients(value: Any, length: int, factor: float) -> Any:
-    """An output as it is; what is per token of ``length`` tokens gets gradients times a factor."""
+    """Return an output as it is, in which tensors ``[b, length, ...]`` have scaled gradients."""
     if isinstance(value, tuple):
         return tuple(scale_gradients(x, length, factor) for x in value)
     if isinstance(value, Tensor) and value.ndim >= 3 and value.shape[1] == length:

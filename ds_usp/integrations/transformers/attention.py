@@ -40,8 +40,8 @@ class Targets:
     """Labels of one forward pass.
 
     Args:
-        model_labels: ``labels`` as the model gets it: this rank's shard, or all where shards begin
-            at its text model.
+        model_labels: the ``labels`` that the model is called with: this rank's shard, or all where
+            shards begin at its text model.
         labels: what logits are compared with, ``[b, s_local]``: shifted if the model is causal.
         count: tokens of the whole batch that the loss is divided by, or the sum of their weights.
         in_chunks: head and loss run in chunks of tokens.
@@ -289,7 +289,7 @@ def _refuse_unknown(name: str, others: Mapping[str, Any]) -> None:
 
 
 def register() -> None:
-    """Make ``usp`` an attention implementation of transformers; again and again if you like."""
+    """Make ``usp`` an attention implementation of transformers; may be called again."""
     AttentionInterface.register(IMPLEMENTATION, usp_attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, usp_mask)
 
@@ -329,7 +329,7 @@ class StandIn(ABC):
     @staticmethod
     @abstractmethod
     def refusal(use: str) -> UnsupportedAttentionError:
-        """The error of a model that does this with it."""
+        """The error for a model that uses it so."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what hooks and FSDP2 ask of any argument and output

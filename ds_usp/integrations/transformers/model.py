@@ -439,8 +439,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def _places_by_tokens(self, batch: WholeArguments) -> bool:
         """Whether a model around a text model makes masks or positions of all tokens."""
-        counts = batch.left_padded and "position_ids" not in batch.arguments
-        if not (counts or "token_type_ids" in batch.arguments) or not has_towers(self._inner):
+        from_padding = batch.left_padded and "position_ids" not in batch.arguments
+        if not (from_padding or "token_type_ids" in batch.arguments) or not has_towers(self._inner):
             return False
         if "token_type_ids" in batch.arguments:
             return True

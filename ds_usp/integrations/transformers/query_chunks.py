@@ -432,7 +432,7 @@ class Gathered:
         return tuple(part.keys(_ForChunk.apply(total, x)) for x, total in pairs)
 
     def of_mapping(self, mapping: Mapping[Any, tuple[Tensor, ...]]) -> dict[Any, Any]:
-        """Keys that layers share, of a layer that reads them."""
+        """Pair keys of earlier layers as ``_summed`` does; {} for a layer that reads none."""
         return {key: self._summed(x) for key, x in mapping.items()} if self._reads else {}
 
     def keys_of(self, part: Part) -> Any:

@@ -519,9 +519,9 @@ def positions_are_offset(model: PreTrainedModel) -> bool:
 
 
 def positions_follow_padding(modules: Iterable[nn.Module]) -> bool:
-    """Whether a class of some modules counts positions from the first real token: then those of a
-    row that is padded on the left are not the index of its tokens. Read from the code of each
-    class: beside a text model its file may have the one around it, which counts otherwise."""
+    """Whether a class of some modules counts positions from the first real token, so that in a row
+    padded on the left they are not the tokens' indices. Read from the code of each class: its file
+    may have others, which count otherwise."""
     classes = {kind for module in modules for kind in type(module).__mro__}
     return any(map(_counts_from_mask, filter(_is_of_a_model, classes)))
 

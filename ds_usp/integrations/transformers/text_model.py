@@ -178,7 +178,7 @@ class ImagePositions:
         for owner in self._owners:
             owner.__dict__.pop(_MAKES, None)
         for owner, deltas in self._before_pass:
-            if self._batch is not None or owner.rope_deltas is None:
+            if self._batch is not None or owner.rope_deltas is None:  # set by make, or by begin
                 owner.rope_deltas = deltas
         self._batch, self._before_pass = None, []
 

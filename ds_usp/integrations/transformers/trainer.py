@@ -44,8 +44,8 @@ def attach(trainer: Trainer, mesh: SequenceMesh, **options: Any) -> EnabledModel
     batches: ``per_device_train_batch_size`` is the number of sequences of a *mesh*, and the total
     batch is that times accumulation times the number of meshes. Other models that the trainer
     holds, such as ``ref_model`` and ``teacher_model``, are enabled too. GRPO and RLOO leave the
-    mesh while they generate. At the end of training the ranks compare how many calls they have
-    made, and their weights (:meth:`SequenceMesh.check`).
+    mesh while they generate. At the end of training the ranks are compared by
+    :meth:`SequenceMesh.check`.
 
     Args:
         trainer: its model is enabled here if it is not yet.
