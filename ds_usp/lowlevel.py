@@ -1,11 +1,16 @@
 """Tools that the packages above share: copies between strided tensors, launches of Triton kernels,
-the refusal of second derivatives, functions of other packages with other globals."""
+the refusal of second derivatives, functions of other packages with other globals, and a wait for
+threads of other packages."""
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -17,6 +22,8 @@ _MAX_CACHED = 1024  # launches; documents differ from step to step
 _ALIGNMENT = 16  # bytes; Triton compiles anew where a pointer's differs
 # Triton's compiled kernels take all arguments, constants too, in their order.
 _TRITON = (3, 3), (3, 9)
+# These lines of a thread's status differ between two looks if it has run in between.
+_THREAD_STATE = re.compile(r"^(?:State|\w*voluntary_ctxt_switches):.*", re.MULTILINE)
 
 
 def strided_copy(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -194,3 +201,18 @@ def with_globals(function: FunctionType, names: dict[str, Any], *closure: Any) -
     clone = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     clone.__kwdefaults__ = function.__kwdefaults__
     return clone
+
+
+def wait_for_native_threads(name: str, timeout_s: float) -> None:
+    """Wait until the threads of this process that the system knows by ``name`` sleep, ``timeout_s``
+    at most. They get the GIL meanwhile. Without ``/proc`` no thread is found."""
+    deadline, before = time.monotonic() + timeout_s, list[list[str]]()
+    while time.monotonic() < deadline:
+        with suppress(OSError):  # a thread has just ended
+            texts = [path.read_text() for path in Path("/proc/self/task").glob("*/status")]
+            states = [_THREAD_STATE.findall(x) for x in texts if x.startswith(f"Name:\t{name}\n")]
+            # One that waits for the GIL sleeps too, in short naps: its number of switches rises.
+            if states == before and all("sleeping" in state[0] for state in states):
+                return
+            before = states
+        time.sleep(1e-3)

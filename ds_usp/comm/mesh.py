@@ -47,6 +47,7 @@ from ds_usp.errors import ConfigError, LayoutError, MeshError
 from ds_usp.geometry.degrees import Degrees
 from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
+from ds_usp.lowlevel import wait_for_native_threads
 
 # ------------------------------------------------------------------------------------------------
 # Validation of the sequence-parallel group that a user passes: a process group or a DeviceMesh.
@@ -223,16 +224,15 @@ _HOLD_GROUPS: Final = frozenset(
 
 
 @atexit.register
-def _let_go_of_destroyed_groups() -> None:
-    """Drop what keeps destroyed groups alive: gloo joins a group's threads when nobody holds it any
-    more. A thread that is left and frees a tensor while Python ends is ended from C, which aborts
-    the process ("terminate called without an active exception"): up to Python 3.13."""
-    _MESHES.clear()
+def _end_threads_of_gloo() -> None:
+    """Join gloo's threads, or wait for them: one that frees a tensor while Python ends aborts the
+    process ("terminate called without an active exception"), up to Python 3.13."""
+    _MESHES.clear()  # the threads of a destroyed group end when nobody holds it any more
     for mesh in MESH_REGISTRY.objects():
-        if mesh.sp_group is None or mesh.sp_group in c10d._world.pg_map:
-            continue
-        for name in [name for name in vars(mesh) if name in _HOLD_GROUPS]:  # str(mesh) still works
-            del mesh.__dict__[name]
+        if mesh.sp_group not in {None, *c10d._world.pg_map}:
+            for name in _HOLD_GROUPS & vars(mesh).keys():  # str(mesh) still works
+                del mesh.__dict__[name]
+    wait_for_native_threads("pt_gloo_runloop", timeout_s=5.0)
 
 
 def _refuse_forked_process() -> None:

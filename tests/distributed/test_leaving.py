@@ -295,3 +295,44 @@ def test_no_thread_of_a_destroyed_group_outlives_it(tmp_path):
         counts = [int(line.split()[-1]) for line in done.stdout.splitlines() if "of gloo" in line]
         assert done.returncode == 0 and len(counts) == 2 and counts[0] > counts[1] == 0, done
         assert done.stdout.count(" of 2: ulysses 0 of 1, ring ") == 2, done
+
+
+A_TENSOR_IS_FREED_AT_THE_END = """
+import datetime
+import hashlib
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+import ds_usp.comm.mesh
+
+class Slow:  # to take down, as a large program is
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+
+def freed(_):  # as slow as on a machine with other work, and without the GIL
+    began.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1_500_000)
+
+def group_of(rank):
+    return dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=60))
+
+slow, began, store = Slow(), threading.Event(), dist.HashStore()
+with ThreadPoolExecutor(2) as ranks:
+    groups = list(ranks.map(group_of, range(2)))
+x = torch.zeros(3)
+watch = weakref.ref(x, freed)
+groups[0].allreduce([x])
+del x  # its last owner is a thread of gloo
+groups[1].allreduce([torch.zeros(3)]).wait()
+assert began.wait(60)
+"""
+
+
+def test_python_does_not_end_while_gloo_frees_a_tensor():
+    """Whoever holds a group keeps its threads, as default arguments of torch and DeepSpeed do."""
+    done = python("-c", A_TENSOR_IS_FREED_AT_THE_END)
+    assert done.returncode == 0, done
