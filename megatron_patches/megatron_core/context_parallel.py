@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, SupportsIndex
 
 import torch.distributed as dist
+from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
@@ -177,6 +178,43 @@ class ContextParallel:
             config.experimental_attention_variant = variant
         else:
             original(config)
+
+    def rotary_shard(
+        self, original: Callable[..., Tensor], frequencies: Tensor, dim: int, group: Any
+    ) -> Tensor:
+        """``get_pos_emb_on_this_cp_rank``, in the order of tokens of the settings' layout."""
+        if self.settings is None or self.settings.layout == LAYOUT:
+            return original(frequencies, dim, group)
+        mesh, layout = self.mesh_over(group), self.settings.layout
+        if isinstance(layout, str):
+            layout = mesh.layout(layout, frequencies.shape[dim])
+        return layout.shard(frequencies, dim, mesh.rank)
+
+    def prepare_inputs(self, original: Any, model: Any, *args: Any, **kw: Any) -> Any:
+        """``GPTModel._preprocess``; UnsupportedAttentionError for M-RoPE positions that are not
+        those of the whole sequence."""
+        config, ranks = model.config, model.config.context_parallel_size
+        has_axes = model.position_embedding_type == "mrope" and not config.multi_latent_attention
+        if self.settings is None or not has_axes or ranks == 1:
+            return original(model, *args, **kw)
+        given = inspect.signature(original).bind(model, *args, **kw).arguments
+        rotary = model.rotary_pos_emb
+        group = rotary.cp_group
+        if getattr(given.get("packed_seq_params"), "qkv_format", None) == "thd":
+            rotary.cp_group = OneRank()  # each layer takes its tokens' frequencies of all
+        try:
+            inputs, *rest = original(model, *args, **kw)
+        finally:
+            rotary.cp_group = group
+        tensor_parallel = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        tokens = given["position_ids"].shape[-1]
+        if inputs is not None and tokens != len(inputs) * tensor_parallel * ranks:
+            raise UnsupportedAttentionError(
+                f"position_ids of M-RoPE are of {tokens} tokens, and the {ranks} context-parallel "
+                f"ranks have {len(inputs) * tensor_parallel} each: give every rank those of the "
+                "whole sequence, [3, batch, tokens]"
+            )
+        return inputs, *rest
 
     def mesh_over(self, group: dist.ProcessGroup | None) -> ds_usp.SequenceMesh:
         """The shared mesh of a group, with the Ulysses degree of the settings or of the program.

@@ -114,6 +114,10 @@ def _refused_experts(config: TransformerConfig) -> dict[str, tuple[bool, str]]:
             "each rank would balance its own shard of the sequence; use aux_loss, seq_aux_loss, "
             "global_aux_loss or none",
         ),
+        "moe_router_force_load_balancing": (
+            over_ranks and config.moe_router_force_load_balancing,
+            "routers draw experts at random, other ones at other degrees; leave it out",
+        ),
         f"calculate_per_token_loss with moe_aux_loss_coeff={coefficients}, "
         f"moe_z_loss_coeff={config.moe_z_loss_coeff}": (
             over_ranks

@@ -115,17 +115,14 @@ def _streams() -> tuple[Patch, ...]:
         ),
         _wrap("torch.cuda:set_device", cpu_fallbacks.nothing, reason=reason),
         _wrap("torch.cuda:synchronize", cpu_fallbacks.nothing, reason=reason),
-        _replace(
-            "torch.cuda:Stream",
-            cpu_fallbacks.Stream,
-            also_in=("torch.cuda.streams:Stream",),
-            reason=reason,
-        ),
-        _replace(
-            "torch.cuda:Event",
-            cpu_fallbacks.Event,
-            also_in=("torch.cuda.streams:Event",),
-            reason=reason,
+        *(
+            _replace(
+                f"torch.cuda:{kind.__name__}",
+                kind,
+                also_in=(f"torch.cuda.streams:{kind.__name__}",),
+                reason=reason,
+            )
+            for kind in (cpu_fallbacks.Stream, cpu_fallbacks.Event)
         ),
         _wrap("torch.cuda:current_stream", cpu_fallbacks.current_stream, reason=reason),
         _wrap("torch.cuda:default_stream", cpu_fallbacks.current_stream, reason=reason),
@@ -135,25 +132,16 @@ def _streams() -> tuple[Patch, ...]:
 
 def _random_states() -> tuple[Patch, ...]:
     reason = "there is no CUDA generator; initialization, dropout and recomputation ask for it"
+    of_torch = (
+        _wrap(f"torch.cuda.random:{name}", function, also_in=(f"torch.cuda:{name}",), reason=reason)
+        for name, function in (
+            ("get_rng_state", cpu_fallbacks.get_random_state),
+            ("set_rng_state", cpu_fallbacks.set_random_state),
+            ("manual_seed", cpu_fallbacks.seed),
+        )
+    )
     return (
-        _wrap(
-            "torch.cuda.random:get_rng_state",
-            cpu_fallbacks.get_random_state,
-            also_in=("torch.cuda:get_rng_state",),
-            reason=reason,
-        ),
-        _wrap(
-            "torch.cuda.random:set_rng_state",
-            cpu_fallbacks.set_random_state,
-            also_in=("torch.cuda:set_rng_state",),
-            reason=reason,
-        ),
-        _wrap(
-            "torch.cuda.random:manual_seed",
-            cpu_fallbacks.seed,
-            also_in=("torch.cuda:manual_seed",),
-            reason=reason,
-        ),
+        *of_torch,
         _wrap(
             f"{_RANDOM}:_set_cuda_rng_state",
             cpu_fallbacks.set_random_state,

@@ -17,6 +17,7 @@ from megatron_patches.patch import Patch, add, wrap
 __all__ = ["usp", "without_gpu"]
 
 _GROUPS = "megatron.core.parallel_state"
+_ROPE = "megatron.core.models.common.embeddings"
 _SSM = "megatron.core.ssm"
 _TE = "megatron.core.extensions.transformer_engine"
 
@@ -36,15 +37,12 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
             context_parallel.sequence_mesh,
             reason="the mesh of this rank's context-parallel group",
         ),
-        add(
-            f"{_GROUPS}:get_ulysses_parallel_group",
-            context_parallel.ulysses_group,
-            reason="beside the stock getters",
-        ),
-        add(
-            f"{_GROUPS}:get_ring_parallel_group",
-            context_parallel.ring_group,
-            reason="beside the stock getters",
+        *(
+            add(f"{_GROUPS}:{name}", getter, reason="beside the stock getters")
+            for name, getter in (
+                ("get_ulysses_parallel_group", context_parallel.ulysses_group),
+                ("get_ring_parallel_group", context_parallel.ring_group),
+            )
         ),
         wrap(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
@@ -72,6 +70,23 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
             without_transformer_engine,
             guard=megatron_core_guard("92f0ff254e442de1"),
             reason="takes TransformerEngine for installed where it is not, and raises",
+        ),
+        wrap(
+            f"{_ROPE}.rope_utils:get_pos_emb_on_this_cp_rank",
+            context_parallel.rotary_shard,
+            also_in=(
+                f"{_ROPE}.rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
+                f"{_ROPE}.yarn_rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
+            ),
+            guard=megatron_core_guard("19b817c357778e2f"),
+            reason="takes every order of tokens for a zigzag over all ranks",
+        ),
+        wrap(
+            "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
+            context_parallel.prepare_inputs,
+            guard=megatron_core_guard("9a51b4366fd9de1e"),
+            reason="M-RoPE of packed documents: shards the frequencies twice",
+            upstream="wrong frequencies, or another number of them than tokens, on one rank alone",
         ),
         wrap(
             "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",

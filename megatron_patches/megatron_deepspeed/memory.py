@@ -21,11 +21,6 @@ _CHUNKS = "--usp-mlp-chunks {usp_mlp_chunks}"
 _RECOMPUTE = "--usp-recompute {usp_recompute}"
 _Options = Mapping[str, Callable[[Any], object]]  # an option of Megatron-DeepSpeed -> is it set?
 
-
-def _has_experts(args: Any) -> bool:
-    return bool(max(args.num_experts) > 1 or args.num_experts_switch)
-
-
 _OTHER_SEQUENCES: _Options = MappingProxyType(
     {
         "--sequence-parallel (Megatron's)": lambda args: args.sequence_parallel,
@@ -39,7 +34,7 @@ _OTHER_LAYERS: _Options = MappingProxyType(
         ),
         "gradient accumulation fusion": lambda args: args.gradient_accumulation_fusion,
         "--ds-sequence-parallel-fpdt": lambda args: args.ds_sequence_parallel_fpdt,
-        "more than one expert": _has_experts,
+        "more than one expert": lambda args: max(args.num_experts) > 1 or args.num_experts_switch,
     }
 )
 _REFUSALS: Mapping[str, Iterable[Refusal]] = MappingProxyType(

@@ -45,7 +45,6 @@ _RELIED_ON: Mapping[str, Mapping[str, Known]] = MappingProxyType(
             "__main__:get_batch": ("63f43ba8b876741c", "3cc3c2f494251b6f"),
         },
         "the rotary positions of a rank's tokens": {
-            f"{_ROPE}.rope_utils:get_pos_emb_on_this_cp_rank": "19b817c357778e2f",
             f"{_ROPE}.rope_utils:_get_thd_freqs_on_this_cp_rank": "dc7c49752a695324",
             f"{_ROPE}.rope_utils:_apply_rotary_pos_emb_thd": "263d74c9f8a7e165",
             f"{_ROPE}.rotary_pos_embedding:RotaryEmbedding.forward": "860fc60987890182",

@@ -148,6 +148,11 @@ _EXPERTS = (
         f"{_CP}",
         "Use aux_loss, seq_aux_loss, global_aux_loss or none",
     ),
+    Refusal(
+        lambda args: args.num_experts and args.moe_router_force_load_balancing,
+        "--moe-router-force-load-balancing draws experts at random, other ones at other degrees",
+        "Leave it out",
+    ),
 )
 _WITHOUT_GPU = (
     Refusal(

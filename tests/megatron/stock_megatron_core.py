@@ -31,6 +31,7 @@ def step(
     alone: bool = False,
     scheduled: bool = False,
     padding_mask: bool = False,
+    sharded_positions: bool = False,
     **model_options: Any,
 ) -> tuple[float, dict[str, Any]]:
     """The mean loss, and each weight's gradient with the dim that tensor parallelism cuts.
@@ -41,6 +42,7 @@ def step(
         documents: their lengths, and those of their places in a packed sequence (``thd``).
         alone: one pass for each of them instead, without packing and padding.
         scheduled: as :func:`run_schedule`, of some tokens alone.
+        sharded_positions: of M-RoPE are this rank's alone, which is a mistake.
         model_options: of :func:`gpt_model`.
     """
     from megatron.core import parallel_state
@@ -55,16 +57,21 @@ def step(
     )
     model_parallel_cuda_manual_seed(1)
     model = gpt_model(tp=tp, cp=cp, expert_model_parallel_size=ep, **model_options)
+    three_axes = bool(model_options.get("mrope_section"))
     if documents:
-        passes = alone_documents(*documents) if alone else [packed(*documents, padding_token)]
+        passes = [packed(*documents, padding_token, three_axes)]
+        passes = alone_documents(*documents, three_axes) if alone else passes
         tokens = sum(documents[0])
     else:
         batch = full_batch(dense_mask)
+        positions = batch["position_ids"]
         if contiguous:
             rank = parallel_state.get_context_parallel_rank()
             batch = {k: x if x is None else x.chunk(cp, 1)[rank] for k, x in batch.items()}
         else:
             batch = get_batch_on_this_cp_rank(batch)
+        if three_axes:
+            batch["position_ids"] = axes(batch["position_ids"] if sharded_positions else positions)
         weights = batch.pop("loss_mask")
         if padding_mask:
             batch["padding_mask"] = weights == 0
@@ -189,6 +196,7 @@ def gpt_model(
         spec.submodules.self_attention.submodules.core_attention = core()
     mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
     positions = "rope" if rotary else "learned_absolute"
+    positions = "mrope" if config.mrope_section else positions
     sizes = {"vocab_size": VOCAB, "max_sequence_length": S, "position_embedding_type": positions}
     torch.manual_seed(1)
     if hybrid:
@@ -278,16 +286,22 @@ def full_batch(dense_mask: bool, seed: int = 2) -> dict[str, Any]:
     }
 
 
+def axes(positions: torch.Tensor) -> torch.Tensor:
+    """Three positions of a token, as M-RoPE takes them: ``[b, s]`` to ``[3, b, s]``."""
+    return torch.stack([positions, positions // 2, positions % 3])
+
+
 def alone_documents(
-    lengths: list[int], places: list[int]
+    lengths: list[int], places: list[int], three_axes: bool
 ) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """The inputs of the model and the weights of its losses, for each document."""
     text = full_batch(False)
     passes = []
     for begin, end in pairwise([0, *accumulate(lengths)]):
+        positions = torch.arange(end - begin)[None]
         inputs = {
             "input_ids": text["tokens"][:1, begin:end],
-            "position_ids": torch.arange(end - begin)[None],
+            "position_ids": axes(positions) if three_axes else positions,
             "attention_mask": None,
             "labels": text["labels"][:1, begin:end],
         }
@@ -296,7 +310,7 @@ def alone_documents(
 
 
 def packed(
-    lengths: list[int], places: list[int], padding_token: int
+    lengths: list[int], places: list[int], padding_token: int, three_axes: bool
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """The same in one sequence with padding, and this context-parallel rank's part of it, as
     ``get_thd_batch_on_this_cp_rank`` and TransformerEngine's ``thd_get_partitioned_indices`` do."""
@@ -309,7 +323,9 @@ def packed(
     tokens, labels = torch.full((2, 1, starts[-1]), padding_token)
     positions, weights = torch.zeros_like(tokens), torch.zeros(1, starts[-1])
     index: list[int] = []
-    for start, (inputs, weight) in zip(starts, alone_documents(lengths, places), strict=False):
+    for start, (inputs, weight) in zip(
+        starts, alone_documents(lengths, places, False), strict=False
+    ):
         document = slice(start, start + weight.shape[1])
         tokens[:, document], labels[:, document] = inputs["input_ids"], inputs["labels"]
         positions[:, document], weights[:, document] = inputs["position_ids"], weight
@@ -323,7 +339,7 @@ def packed(
     cu_seqlens_padded = torch.tensor(starts, dtype=torch.int32)
     inputs = {
         "input_ids": tokens[:, index],
-        "position_ids": positions[:, index],
+        "position_ids": axes(positions) if three_axes else positions[:, index],
         "attention_mask": None,
         "labels": labels[:, index],
         "packed_seq_params": PackedSeqParams(

@@ -316,6 +316,18 @@ REFUSED_BY_LAYERS: dict[str, Refused] = {
         UNSUPPORTED,
         "calculate_per_token_loss=False",
     ),
+    "experts at random": (
+        {},
+        {"cp": 4, **EXPERTS, "moe_router_force_load_balancing": True},
+        UNSUPPORTED,
+        "at random",
+    ),
+    "M-RoPE positions of a shard": (
+        {},
+        {"cp": 4, "mrope_section": [1, 1, 0], "sharded_positions": True},
+        UNSUPPORTED,
+        "M-RoPE are of 8 tokens, and the 4 context-parallel ranks have 8 each",
+    ),
     "a z-loss beside padding": (
         {},
         {"cp": 4, **EXPERTS, "padding_mask": True},
@@ -466,6 +478,7 @@ YARN = {
     "mscale_all_dim": 0.7,
 }
 DOCUMENTS = {"documents": ([5, 9, 16], [8, 16, 16])}
+M_ROPE = {"mrope_section": [1, 1, 0]}
 WINDOWS = {"window_size": (5, 0), "window_attn_skip_freq": 2, "kv_heads": 2}
 UP_PROJECTION = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -491,6 +504,8 @@ MODELS = {
         **DOCUMENTS,
     },
     "learned positions": {"rotary": False},
+    "M-RoPE": M_ROPE,
+    "M-RoPE, packed and padded": {**M_ROPE, **DOCUMENTS},
     "experts, all-to-all": {
         **EXPERTS,
         "ep": 2,
@@ -539,8 +554,9 @@ def test_a_mesh_gives_one_ranks_loss_and_gradients(one_rank_of, grid):
     if cp == 1:  # megatron-core's own, which refuses documents
         del cases["hybrid, packed and padded"]
     if grid == "2x2":
-        contiguous = {**HYBRID, "cp": cp, "contiguous": True}
-        cases["hybrid: contiguous"] = {**settings, "layout": "contiguous"}, contiguous
+        for name in ("hybrid", "MLA, YaRN", "M-RoPE", "multi-token prediction"):
+            contiguous = {**MODELS[name], "cp": cp, "contiguous": True}
+            cases[f"{name}: contiguous"] = {**settings, "layout": "contiguous"}, contiguous
     # Experts lie over replicas too; of all else a replica computes what the first one does.
     experts = {name: cases.pop(name) for name, model in MODELS.items() if "ep" in model}
     for world, alike in ((cp, cases), (4, experts)):

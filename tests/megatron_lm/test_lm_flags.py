@@ -203,6 +203,7 @@ REFUSED = [
     (f"{EXPERTS} --moe-z-loss-coeff 0.1 {PER_TOKEN}", PER_TOKEN),
     (f"{EXPERTS} --moe-expert-capacity-factor 1", "--moe-expert-capacity-factor 1.0"),
     (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "aux_loss, seq_aux_loss"),
+    (f"{EXPERTS} --moe-router-force-load-balancing", "draws experts at random"),
     (f"{SERVED} --sft --pipeline-model-parallel-size 2", "stage"),
     (
         f"{SERVED} --mtp-num-layers 1 --position-embedding-type rope --cp-comm-type usp usp",
