@@ -553,7 +553,7 @@ class SequenceMesh:
                 ) from error
 
     def needs_reserve(self, sizes: Mapping[str, int]) -> bool:
-        """Whether :meth:`reserve` would allocate for these sizes."""
+        """Whether :meth:`reserve` would allocate for these sizes; asked before each pass."""
         for kind, size in sizes.items():
             engine = self.copy_engines.get(kind)
             fits = engine is not None and engine.has_capacity(size)

@@ -87,7 +87,6 @@ class GemmLast:
                 self._recomputing = False
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
-            # The storage of its output is remembered: by it the consumer recognizes its input.
             if self._recomputing or not torch.is_grad_enabled():
                 return producer(*inputs)
             self._produced = None
@@ -172,7 +171,6 @@ class _Recompute:
     def _recompute(self) -> torch.Tensor:
         """The producer's output, detached, and with it ``_recomputed``: computed at the first call.
         RecomputeError where the producer saves or returns tensors of other shapes or strides."""
-        # Consumer's backward comes first, and its input is the output.
         if self._output is None:
             inputs = [
                 x().detach().requires_grad_(requires_grad)

@@ -5,11 +5,10 @@ before its backward pass; on the device are those of about three layers, however
 ratio sets the fraction that is offloaded: what the link can copy while the device computes.
 
 Alternatives do parts of that. torch's ``save_on_cpu`` copies where it saves, without overlap.
-DeepSpeed's ``cpu_checkpointing`` offloads the inputs of checkpoints, and fetches them without
-prefetch. TransformerEngine's ``cpu_offload`` counts layers, not bytes, and needs its modules;
-megatron-core's fine-grained offloading (0.16) has neither a ratio nor dense MLPs, and runs in
-megatron-core's schedules on GPUs alone. None works with DeepSpeed's pipeline and other hooks on
-saved tensors. Use them where they fit; this one needs layers that are called one by one.
+DeepSpeed's ``cpu_checkpointing`` offloads the inputs of checkpoints, without prefetch.
+TransformerEngine's ``cpu_offload`` counts layers, not bytes, and needs its modules; megatron-core's
+fine-grained offloading (0.16) has neither a ratio nor dense MLPs, and runs in its own schedules on
+GPUs alone. None works with DeepSpeed's pipeline and other hooks on saved tensors.
 
 :class:`HostStorages` does the same to tensors that are no activations: optimizer states wait in
 host memory between two steps.
@@ -154,8 +153,8 @@ class Offload:
         self._passes.append([])
 
     def _next_in_backward(self, layer: _Layer) -> _Layer | None:
-        # Of the layers before it the last that has any saved tensors, or the last layer of the
-        # oldest micro batch that waits.
+        """The last layer before this one that has saved tensors, or the last layer of the oldest
+        micro batch whose backward has not begun; None if there is none."""
         previous = layer.previous
         while previous is not None:
             if previous.items:

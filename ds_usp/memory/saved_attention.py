@@ -370,6 +370,8 @@ class _CheckpointRun:
             )
 
     def record_or_replay(self, make: Callable[[], CallT], signature: object) -> CallT:
+        """The saved call of the attention that comes next: in the first run ``make()``, in the
+        second one the first run's; RecomputeError if that had another signature."""
         if self.is_first:
             # Note [nested checkpoints]
             # A first run may be inside of another checkpoint, whose own runs it is part of: of two
@@ -497,7 +499,7 @@ def saved_tensors(pack: Pack, unpack: Unpack) -> Iterator[None]:
     Args:
         pack: what is saved instead of a tensor; None: the tensor is for the pair around this one.
             Never called for parameters: they live as long as the model.
-        unpack: the tensor for what ``pack`` returned.
+        unpack: the tensor for what ``pack`` returned; each time that backward asks for it.
     """
     pair = _HookPair(pack, unpack, _INNERMOST.get())
     token = _INNERMOST.set(pair)
@@ -514,6 +516,7 @@ def save_tensor(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _save(pair: _HookPair | None, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Pack a tensor by the first pair from ``pair`` outwards that takes it; the result unpacks."""
     if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
         # The parameter itself, as it will be then: ZeRO-3 frees and reallocates its memory.
         return lambda: tensor
