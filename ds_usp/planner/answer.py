@@ -97,12 +97,6 @@ def _rule_of(result: SearchResult, plan: Plan) -> tuple[int, int]:
     return rule_degrees(config.sp, result.work.model.kv_heads, cluster.gpus_per_node, config.tp)
 
 
-def _preferred(result: SearchResult, plan: Plan, other: Plan) -> str:
-    """Return the words of the preference that decides for a plan and against another one."""
-    one, two = (preference(result.cluster, result.work.model, x) for x in (plan, other))
-    return next(words for words, a, b in zip(PREFERENCES, one, two, strict=True) if a < b)
-
-
 def _alternatives(result: SearchResult, plan: Plan) -> Iterator[str]:
     """A line for each of at most three plans that differ in kind: one that is faster and does not
     fit; and of each kind of choice the one that differs in least else, the fastest first."""
@@ -148,7 +142,9 @@ def _against(result: SearchResult, plan: Plan, other: Plan) -> str:
     speed = f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
     speed = "as fast" if abs(ratio) < 5e-4 else speed
     if other.mfu >= result.fastest.mfu * (1 - STATED_ERROR):
-        reason = _preferred(result, plan, other)
+        one, two = (preference(result.cluster, result.work.model, x) for x in (plan, other))
+        pairs = zip(PREFERENCES, one, two, strict=True)
+        reason = next(words for words, taken, left in pairs if taken < left)
         less = f"{speed}, less than the formulas' error of {STATED_ERROR:.0%}"
         return f"{speed if speed == 'as fast' else less}; taken is {reason}"
     seconds, others = (_component_seconds(result, x) for x in (plan, other))

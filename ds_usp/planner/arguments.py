@@ -68,7 +68,6 @@ _TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     {
         **dict.fromkeys(_INTEGERS, int),
         **dict.fromkeys(("float", "Positive", "NonNegative", "Fraction"), float),
-        "Path": Path,
     }
 )
 

@@ -121,10 +121,6 @@ class RelativeCosts:
     calls: Mapping[Instr, float]
     exchanges: Mapping[Instr, float]
 
-    @property
-    def mean_merges(self) -> float:
-        return sum(x * merges for x, merges in zip(self.heads, self.merges, strict=True))
-
     def cost(self, instr: Instr, seconds: PassSeconds) -> Cost:
         op, fraction = instr.op, self.heads[instr.chunk]
         if op is Op.ATTN:
@@ -256,8 +252,8 @@ def _attention_s(
     kernel = _kernel_s(cluster, work, config, backward)
     if config.sp == 1:
         return AttentionTime(kernel, 0.0, 0.0)
-    run = simulated_pass(cluster, work, config, backward=backward)
-    return AttentionTime(kernel, run.merge, max(0.0, run.timeline.total - kernel - run.merge))
+    timeline, merge = simulated_pass(cluster, work, config, backward=backward)
+    return AttentionTime(kernel, merge, max(0.0, timeline.total - kernel - merge))
 
 
 def _kernel_s(cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool) -> float:
@@ -271,21 +267,11 @@ def _kernel_s(cluster: Cluster, work: Workload, config: ParallelConfig, backward
     return flop * (2.5 if backward else 1.0) / (cluster.peak_flop_per_s * efficiency)
 
 
-class SimulatedPass(NamedTuple):
-    """One direction of a call on one rank, mean over ranks.
-
-    Attributes:
-        merge: seconds of merging partial outputs.
-    """
-
-    timeline: Timeline  # of the streams of one rank
-    merge: float
-
-
 def simulated_pass(
     cluster: Cluster, work: Workload, config: ParallelConfig, *, backward: bool
-) -> SimulatedPass:
-    """The schedule that the attention executes, on the cluster's rates.
+) -> tuple[Timeline, float]:
+    """The schedule that the attention executes, on the cluster's rates: one direction of a call on
+    one rank, mean over ranks, and the seconds in it of merging partial outputs.
 
     Args:
         config: of several ranks a sequence.
@@ -334,7 +320,8 @@ def simulated_pass(
         exchange=exchange,
     )
     timeline = costs.simulate(seconds, cluster.contention)
-    return SimulatedPass(timeline, seconds.merge * costs.mean_merges)
+    shares = zip(costs.heads, costs.merges, strict=True)
+    return timeline, seconds.merge * sum(heads * merges for heads, merges in shares)
 
 
 def _rank_heads(work: Workload, config: ParallelConfig) -> tuple[int, int]:

@@ -34,12 +34,6 @@ def degree_or_auto(text: str) -> int | str:
     return AUTO if text == AUTO else int(text)
 
 
-def cluster_name(device: str) -> str | None:
-    """The built-in cluster of a device, as torch calls the GPU; empty: CPUs."""
-    words = re.split(r"[^a-z0-9]+", device.lower()) if device else ["cpu"]
-    return next((name for name in CLUSTERS if name in words), None)
-
-
 def cluster_of(
     requested: str | None, device: str, ranks: int, memory_bytes: float = 0.0
 ) -> Cluster:
@@ -58,7 +52,8 @@ def cluster_of(
     gpus_per_node = num_ranks_on_node(ranks)
     if requested:
         return load_cluster(requested).with_gpus_per_node(gpus_per_node)
-    name = cluster_name(device)
+    words = re.split(r"[^a-z0-9]+", device.lower()) if device else ["cpu"]
+    name = next((built_in for built_in in CLUSTERS if built_in in words), None)
     if name is None:
         raise ConfigError(
             f"--ulysses-degree auto: no built-in cluster has a {device}; there are "

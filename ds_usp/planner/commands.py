@@ -39,7 +39,7 @@ from ds_usp.planner.parallel_config import (
     ParallelConfig,
     Workload,
     framework_caps,
-    require_feasible,
+    infeasible_reason,
 )
 from ds_usp.planner.report import ClusterFlags, Command, Result
 from ds_usp.planner.search import AXES, GIB, search
@@ -125,7 +125,8 @@ class MemoryCommand(_TrainingFlags, _SequenceFlags, Command):
         config = self.training_config()
         global_batch = self.global_batch or 2 * config.pp * config.dp * self.micro_batch
         work = Workload(load_model(self.model), self.seq_len, global_batch)
-        require_feasible(work, config, self.gpus)
+        if reason := infeasible_reason(work, config, self.gpus):
+            raise ConfigError(reason)
         cluster, name = self.load_cluster()
         fullest = memory(work, config, cluster.workspace_bytes)
         content, text = report.memory_row(fullest), [name, *report.memory_text(fullest)]

@@ -212,7 +212,10 @@ def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
     if any(wrong.values()):
         texts = [f"{what} {', '.join(sorted(names))}" for what, names in wrong.items() if names]
         raise ConfigError(f"{where}: cluster {name} has {'; '.join(texts)}")
-    values = {key: _value(entry) for key, entry in content.items()}
+    values = dict(content)
+    for key, entry in content.items():  # with the origin and source of its number, or alone
+        if isinstance(entry, list) and len(entry) == 3 and entry[1] in ORIGINS:
+            values[key] = entry[0]
     try:
         values["levels"] = tuple(
             Level(**x) if isinstance(x, Mapping) else Level(*x) for x in values["levels"]
@@ -222,9 +225,3 @@ def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
         return Cluster(name, **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: cluster {name}: {error}") from error
-
-
-def _value(entry: Any) -> Any:
-    """The value of an entry: of a row that says where its number is from, or itself."""
-    is_row = isinstance(entry, list) and len(entry) == 3 and entry[1] in ORIGINS
-    return entry[0] if is_row else entry

@@ -250,17 +250,6 @@ def infeasible_reason(
     return next(_violations(work, config, gpus), None)
 
 
-def require_feasible(work: Workload, config: ParallelConfig, gpus: int | None = None) -> None:
-    """Refuse a configuration that cannot run.
-
-    Raises:
-        ConfigError: with the constraint and the numbers.
-    """
-    reason = infeasible_reason(work, config, gpus)
-    if reason:
-        raise ConfigError(reason)
-
-
 def degree_refusal(work: Workload, config: ParallelConfig) -> Refusal | None:
     """Why tp, ulysses and ring do not fit the model's heads, MLP or sequence; None if they do."""
     model, ranks = work.model, config.sp * config.tp

@@ -20,6 +20,7 @@ from ds_usp.planner.formulas import (
     full_buckets,
     gemm_s,
     in_buckets,
+    input_bytes,
     layer_bytes,
     mlp_share,
     model_flop_per_token,
@@ -38,7 +39,6 @@ from ds_usp.planner.traffic import (
     exchange_s,
     group_of,
     layer_traffic,
-    stage_boundary_bytes,
     step_traffic,
 )
 
@@ -213,31 +213,14 @@ def tensor_parallel_time(
 # The exchange of gradients and parameters, and what the layers hide of it.
 
 
-class DataParallelTime(NamedTuple):
-    """Holds seconds of one step.
-
-    Attributes:
-        gradients: their reduction.
-        parameters: their all-gathers.
-    """
-
-    gradients: HiddenExchange
-    parameters: HiddenExchange
-
-
-def reduces_under_backward(config: ParallelConfig) -> bool:
-    """Whether gradients are reduced under backward, not at its end. DeepSpeed's bf16 optimizer,
-    which alone sums gradients of bf16 weights in fp32 under ZeRO-1, reduces all at the end."""
-    at_end = config.unsharded_grad_reduce and config.zero == 1
-    return config.zero == 3 or (config.overlap_gradients and not at_end)
-
-
 def data_parallel_time(
     cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float
-) -> DataParallelTime:
-    """ZeRO-3 gathers under the layers, once a direction, and reduces under backward; the other
-    stages reduce at the end, or bucket by bucket under backward (ZeRO-2 of every micro batch, else
-    of the last), and then gather parameters.
+) -> tuple[HiddenExchange, HiddenExchange]:
+    """Return the reduction of gradients and the gathers of parameters in one step.
+
+    ZeRO-3 gathers under the layers, once a direction, and reduces under backward; the other stages
+    reduce at the end, or bucket by bucket under backward (ZeRO-2 of every micro batch, else of the
+    last), and then gather parameters.
 
     Args:
         layers_s: of all micro batches, both directions.
@@ -252,11 +235,14 @@ def data_parallel_time(
         both = under(cluster, gather + reduce, backward_s)
         part = reduce / (gather + reduce) if reduce else 0.0
         parameters = under(cluster, gather, layers_s / 3) + both * (1 - part)
-        return DataParallelTime(both * part, parameters)
+        return both * part, parameters
     parameters = exposed(exchange_s(cluster, group, sent.parameters, COLLECTIVE))
-    if not reduces_under_backward(config):
+    # DeepSpeed's bf16 optimizer, which alone sums gradients of bf16 weights in fp32 under ZeRO-1,
+    # reduces all at the end.
+    at_end = config.unsharded_grad_reduce and config.zero == 1
+    if at_end or not config.overlap_gradients:
         reduce = exchange_s(cluster, group, sent.gradients, COLLECTIVE)
-        return DataParallelTime(exposed(reduce), parameters)
+        return exposed(reduce), parameters
     model, layers = work.model, config.layers_per_stage(work.model)
     elements = bucket_elements(model, config.tp, config.zero)
     filled = full_buckets(model, config.tp, layers, elements)
@@ -267,7 +253,7 @@ def data_parallel_time(
         (part * one_s, exchange_s(cluster, group, elements * bytes_each, COLLECTIVE))
         for part, elements in filled
     )
-    return DataParallelTime(in_buckets(cluster, buckets, one_s) * times, parameters)
+    return in_buckets(cluster, buckets, one_s) * times, parameters
 
 
 # ------------------------------------------------------------------ a step
@@ -338,15 +324,15 @@ def step_time(
     micro_batch = micro_batch or micro_batch_time(cluster, work, config)
     stage_layers = config.layers_per_stage(model)
     layers_s = m * stage_layers * micro_batch.layer
-    boundary_bytes = stage_boundary_bytes(work, config)
-    boundary_s = exchange_s(cluster, group_of(config, "pp"), boundary_bytes, DIRECT, 1)
-    data_parallel = data_parallel_time(cluster, work, config, layers_s)
+    # Over a pipeline boundary go hidden states, each direction.
+    boundary_s = exchange_s(cluster, group_of(config, "pp"), input_bytes(work, config), DIRECT, 1)
+    gradients, parameters = data_parallel_time(cluster, work, config, layers_s)
     return StepTime(
         layers=layers_s,
         head=m * micro_batch.head,
         bubble=(config.pp - 1) * config.chunk_layers(model) * micro_batch.layer,
         pipeline=2 * (config.pp - 1) * boundary_s,
-        gradients=data_parallel.gradients.added + data_parallel.parameters.added,
+        gradients=gradients.added + parameters.added,
         offload=_offload_s(cluster, work, config, layers_s),
         optimizer=_optimizer_s(cluster, work, config),
     )

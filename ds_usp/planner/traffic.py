@@ -29,15 +29,14 @@ from ds_usp.planner.parallel_config import ParallelConfig, Workload
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
     """Bytes that a rank sends in one layer for one micro batch and one direction, mean over ranks;
-    ``ulysses``, ``states`` and ``halo`` in either direction, the first of them twice in a backward
-    pass that exchanges shards again. ``ring_busiest``: of one exchange of the ring, keys and values
-    or, without a window, their gradients, by the rank that sends most of it."""
+    ``ulysses``, ``states`` and ``halo`` in either direction. A backward pass sends ``ring_forward``
+    twice, and ``ulysses`` twice if it exchanges shards again. ``ring_busiest``: of one exchange of
+    the ring, keys and values or, without a window, their gradients, by the rank that sends most."""
 
     tp_forward: float
     tp_backward: float
     ulysses: float
     ring_forward: float
-    ring_backward: float
     ring_busiest: float
     states: float = 0.0
     halo: float = 0.0
@@ -72,7 +71,7 @@ def layer_traffic(work: Workload, config: ParallelConfig) -> LayerBytes:
     ring = sent * token
     states, halo, *_ = chain_traffic(work, config)
     tp_backward = tp * (1.5 if config.tp_sequence else 1.0)
-    return LayerBytes(tp, tp_backward, ulysses, ring, 2 * ring, busiest * token, states, halo)
+    return LayerBytes(tp, tp_backward, ulysses, ring, busiest * token, states, halo)
 
 
 @lru_cache(maxsize=4096)
@@ -108,24 +107,12 @@ def rank_flop(work: Workload, config: ParallelConfig) -> float:
     return work.rank_tokens(config) * flop / config.tp
 
 
-def stage_boundary_bytes(work: Workload, config: ParallelConfig) -> float:
-    """Bytes over a pipeline boundary for one micro batch, each direction: ``x h / (t sp)``."""
-    tokens = work.rank_tokens(config)
-    shards = config.tp if config.tp_sequence else 1
-    return tokens * work.model.hidden * config.param_bytes / shards
-
-
 @dataclass(frozen=True, slots=True)
 class StepBytes:
     """Counts what the group of dp x sp sends in one step, per rank of the fullest stage."""
 
     gradients: float
     parameters: float
-
-    @property
-    def total(self) -> float:
-        """Bytes of gradients and parameters."""
-        return self.gradients + self.parameters
 
 
 def step_traffic(work: Workload, config: ParallelConfig) -> StepBytes:
@@ -156,7 +143,7 @@ def step_traffic(work: Workload, config: ParallelConfig) -> StepBytes:
 # socket, a node) sends out of itself, and what its busiest GPU sends.
 
 
-DIRECT, RELAY, COLLECTIVE = "direct", "relay", "collective"
+DIRECT, COLLECTIVE = "direct", "collective"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +194,8 @@ def group_of(config: ParallelConfig, axis: str) -> RankGroup:
 def domain_traffic(group: RankGroup, domain: int, pattern: str) -> DomainTraffic:
     """How much of an exchange leaves the domains of so many GPUs.
 
-    ``direct``: everyone to everyone, equally. ``relay``: each rank to the next one. ``collective``:
-    a ring through the group that leaves each domain once.
+    ``direct``: everyone to everyone, equally. ``collective``: a ring through the group, each rank
+    to the next one.
     """
     block = group.size * group.stride
     if block <= domain and domain % block == 0:
@@ -236,7 +223,7 @@ def domain_traffic(group: RankGroup, domain: int, pattern: str) -> DomainTraffic
 
 def inside_node(cluster: Cluster, group: RankGroup) -> bool:
     """Whether every such group lies in one node."""
-    return domain_traffic(group, cluster.gpus_per_node, RELAY).inside
+    return domain_traffic(group, cluster.gpus_per_node, COLLECTIVE).inside
 
 
 def exchange_s(
@@ -278,6 +265,6 @@ def _seconds_per_byte(cluster: Cluster, group: RankGroup, pattern: str) -> float
 def _latency_s(cluster: Cluster, group: RankGroup) -> float:
     """The latency of the smallest domain that holds the group, else of the network."""
     for level in cluster.levels:
-        if domain_traffic(group, level.gpus, RELAY).inside:
+        if domain_traffic(group, level.gpus, COLLECTIVE).inside:
             return level.latency_s
     return cluster.network_latency_s

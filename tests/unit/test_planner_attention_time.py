@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from operator import mul
 
 import pytest
 from hypothesis import given
@@ -55,7 +56,7 @@ def test_a_pass_is_divided_among_its_instructions(heads, chunks, ring, ulysses, 
     sent = sum(sum(SENT[op]) for op in exchanged & {Op.A2A_POST, Op.RETURN_POST})
     assert packed.total == pytest.approx(2 * sent)
     merged = costs.simulate(PassSeconds(0.0, 3.0, 0.0, {}, lambda *_: 0.0), contention=0.5)
-    assert merged.total == pytest.approx(3 * costs.mean_merges)
+    assert merged.total == pytest.approx(3 * sum(map(mul, costs.heads, costs.merges)))
     if not gather and ring > 1:  # a long ring is priced as a shorter one
         steps = sum(instr.op is Op.KV_POST and instr.chunk == 0 for instr in costs.schedule)
         assert (steps + 1) * ring_steps == ring

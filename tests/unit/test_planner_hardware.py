@@ -12,7 +12,6 @@ from ds_usp.planner.parallel_config import ParallelConfig
 from ds_usp.planner.traffic import (
     COLLECTIVE,
     DIRECT,
-    RELAY,
     RankGroup,
     domain_traffic,
     exchange_s,
@@ -120,12 +119,12 @@ def test_what_leaves_a_domain():
     assert domain_traffic(RankGroup(8, 1), 8, DIRECT).inside
     # 16 in a row: each rank sends 8/15 to the other node, a relay leaves it once.
     assert domain_traffic(RankGroup(16, 1), 8, DIRECT).domain == pytest.approx(8 * 8 / 15)
-    assert domain_traffic(RankGroup(16, 1), 8, RELAY).domain == 1
+    assert domain_traffic(RankGroup(16, 1), 8, COLLECTIVE).domain == 1
     # Pairs across nodes: everything leaves.
-    assert domain_traffic(RankGroup(2, 8), 8, RELAY).domain == 8
+    assert domain_traffic(RankGroup(2, 8), 8, COLLECTIVE).domain == 8
     assert domain_traffic(RankGroup(2, 8), 8, DIRECT).busiest == 1
     # Rings of 4 with a stride of 2, seen by pairs of GPUs: both leave each pair.
-    assert domain_traffic(RankGroup(4, 2), 2, RELAY).domain == 2
+    assert domain_traffic(RankGroup(4, 2), 2, COLLECTIVE).domain == 2
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_the_forecast_beside_reported_steps():
         time, sent = step_time(cluster, work, config), step_traffic(work, config)
         reduction, gather = data_parallel_time(cluster, work, config, time.layers)
         passes = (simulated_pass(cluster, work, config, backward=way) for way in (False, True))
-        exposed_s = sum(one.timeline.exposed["all_to_all"] for one in passes)
+        exposed_s = sum(timeline.exposed["all_to_all"] for timeline, _ in passes)
         for kind, sent_bytes, forecast in (
             ("all-to-all", 8 * 2 * layer_traffic(work, config).ulysses, 8 * exposed_s),
             ("gradient reduction", sent.gradients, reduction.exposed),
