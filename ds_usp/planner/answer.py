@@ -100,7 +100,7 @@ def _rule_of(result: SearchResult, plan: Plan) -> tuple[int, int]:
 def _alternatives(result: SearchResult, plan: Plan) -> Iterator[str]:
     """A line for each of at most three plans that differ in kind: one that is faster and does not
     fit; and of each kind of choice the one that differs in least else, the fastest first."""
-    own, lines = plan.config.parts(), []
+    choices, lines = plan.config.parts(), []
     for large in result.over_memory[:1]:
         if large.mfu > plan.mfu:
             lines.append(
@@ -113,7 +113,7 @@ def _alternatives(result: SearchResult, plan: Plan) -> Iterator[str]:
         if other.config.split == rule != plan.config.split:
             continue  # the line about the rule has said it
         parts = other.config.parts()
-        kinds = [kind for kind in {**own, **parts} if own.get(kind) != parts.get(kind)]
+        kinds = [kind for kind in {**choices, **parts} if choices.get(kind) != parts.get(kind)]
         key = len(kinds), -other.mfu
         for kind in kinds:
             if kind not in found or key < found[kind][0]:
@@ -125,9 +125,9 @@ def _alternatives(result: SearchResult, plan: Plan) -> Iterator[str]:
 
 def _difference(plan: Plan, other: Plan) -> str:
     """Name the settings that another plan has and this one has not."""
-    own, others = plan.config.parts(), other.config.parts()
-    words = [text for kind, text in others.items() if own.get(kind) != text]
-    words += [f"{_WITHOUT.get(kind, 'no')} {kind}" for kind in own if kind not in others]
+    choices, others = plan.config.parts(), other.config.parts()
+    words = [text for kind, text in others.items() if choices.get(kind) != text]
+    words += [f"{_WITHOUT.get(kind, 'no')} {kind}" for kind in choices if kind not in others]
     return ", ".join(words) or str(other.config)
 
 

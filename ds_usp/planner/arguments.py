@@ -114,8 +114,8 @@ class OneLineParser(ArgumentParser):
         """
         command = self._command(argv)
         flags = [arg.partition("=")[0] for arg in argv if arg.startswith("--")]
-        known = list(command._option_string_actions)
-        command._refuse([f for f in flags if not any(name.startswith(f) for name in known)])
+        spellings = list(command._option_string_actions)
+        command._refuse([f for f in flags if not any(name.startswith(f) for name in spellings)])
         args, unknown = self.parse_known_args(argv)
         command._refuse([arg.partition("=")[0] for arg in unknown])
         return args

@@ -102,7 +102,7 @@ def choose_ulysses(
     times = ", ".join(f"{p.config.ulysses} x {p.config.ring} {p.time.total:.3g} s" for p in pairs)
     ulysses, ring = best.config.ulysses, best.config.ring
     # Tensor parallel ranks lie next to each other, a Ulysses group over them, a ring outside.
-    where = "inside a node" if best.config.tp * ulysses <= cluster.gpus_per_node else "across nodes"
+    place = "inside a node" if best.config.tp * ulysses <= cluster.gpus_per_node else "across nodes"
     first = f"planner: ulysses {ulysses} x ring {ring} on {cluster.name} (predicted step of ulysses"
-    first += f" x ring: {times}), ulysses {ulysses} {where}"
+    first += f" x ring: {times}), ulysses {ulysses} {place}"
     return Choice(ulysses, (first, *(f"planner: {line}" for line in answer(result).why)))

@@ -66,10 +66,10 @@ class _FusionFlags:
 
     def fused(self) -> dict[str, Any]:
         """The fields of a configuration that these flags state."""
-        given = {f.name: getattr(self, f.name) for f in fields(_FusionFlags)}
+        settings = {f.name: getattr(self, f.name) for f in fields(_FusionFlags)}
         if self.fsdp2 or self.bf16_states:
-            given |= {"fsdp2": True, "zero": 3}
-        return given | ({"grad_bytes": 2} if self.bf16_states else {})
+            settings |= {"fsdp2": True, "zero": 3}
+        return settings | ({"grad_bytes": 2} if self.bf16_states else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ class _TrainingFlags(_FusionFlags, ClusterFlags):
         Raises:
             ConfigError: GPUs that are no multiple of the degrees.
         """
-        known = {f.name for f in fields(ParallelConfig)}
-        stated = {k: v for k, v in vars(self).items() if k in known and v is not None}
+        names = {f.name for f in fields(ParallelConfig)}
+        stated = {k: v for k, v in vars(self).items() if k in names and v is not None}
         stated |= {"grad_bytes": BYTES[self.grad_dtype], **self.fused(), "dp": 1, **settings}
         config = ParallelConfig(**stated, tp_sequence=not self.no_tp_sequence_parallel)
         if self.gpus and self.gpus % config.gpus:

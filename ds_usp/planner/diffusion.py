@@ -48,8 +48,8 @@ def heads_of(model: str) -> int:
         if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
             raise ConfigError(f"{path} has no num_attention_heads: give transformer/config.json")
         return heads
-    if known := known_heads(model):
-        return known
+    if heads := known_heads(model):
+        return heads
     if built_in(model):
         raise ConfigError(f"{model} is a model of text: leave --engine diffusers out")
     raise ConfigError(

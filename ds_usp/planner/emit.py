@@ -340,7 +340,7 @@ def transformers(work: Workload, config: ParallelConfig) -> str:
         "loss_chunks": config.fused_loss and loss_chunks(work, config),
         "mlp_chunks": config.mlp_chunks > 1 and config.mlp_chunks,
     }
-    given = "".join(f", {name}={value}" for name, value in options.items() if value is not False)
+    keywords = "".join(f", {name}={value}" for name, value in options.items() if value is not False)
     mesh = f"SequenceMesh.from_group(None, ulysses_degree={config.ulysses})"
     if config.dp > 1:
         axes = f'{{"ulysses": {config.ulysses}, "ring": {config.ring}, "dp": {config.dp}}}'
@@ -375,7 +375,7 @@ import ds_usp
 from ds_usp.integrations.transformers import attach, enable, replicate_batches
 
 mesh = ds_usp.{mesh}
-enable(model, mesh{given})  # before a Trainer or an engine has it
+enable(model, mesh{keywords})  # before a Trainer or an engine has it
 {configured}
 # a Trainer, or one of TRL's; its batch sizes count sequences of a mesh:
 args = TrainingArguments(bf16=True, {sizes}, {engine})

@@ -238,7 +238,7 @@ def _chain_traffic(
     width, state, decay = max(mixer.taps - 1, 0), mixer.state_elements, mixer.decay_elements
     moves = [move for moves in chains.rounds for move in moves if move.crosses]
     sent = sum(state + decay * move.transition for move in moves)
-    own = sum(map(len, chains.chains)) * (state + decay) if moves else 0
+    maps = sum(map(len, chains.chains)) * (state + decay) if moves else 0
     halo = sum(
         min(width, piece.start - piece.first)
         for chain in chains.chains
@@ -247,7 +247,7 @@ def _chain_traffic(
     )
     states = STATE_BYTES * rows / ranks
     halo_bytes = rows * halo * mixer.channels * element / ranks
-    return ChainTraffic(states * sent, halo_bytes, states * (sent + own), len(chains.rounds))
+    return ChainTraffic(states * sent, halo_bytes, states * (sent + maps), len(chains.rounds))
 
 
 def layer_bytes(work: Workload, config: ParallelConfig) -> float:
@@ -443,8 +443,8 @@ def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:
     table = model.padded_vocab(tp) / tp * model.hidden
     if not model.tied:
         yield 0.0, table
-    alike = [layer_matrices(kind) for kind in model.kinds for _ in range(kind.layers)]
-    for layer, matrices in enumerate(alike or [layer_matrices(model)] * layers):
+    of_layers = [layer_matrices(kind) for kind in model.kinds for _ in range(kind.layers)]
+    for layer, matrices in enumerate(of_layers or [layer_matrices(model)] * layers):
         before = 0.0
         for size in reversed(matrices):
             before += size

@@ -205,13 +205,13 @@ def load_cluster(requested: str) -> Cluster:
     return _cluster(str(content.pop("name", Path(requested).stem)), content, requested)
 
 
-def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
-    """A cluster from one entry of a JSON file; ``where``: the file, for error messages."""
+def _cluster(name: str, content: Mapping[str, Any], file: str) -> Cluster:
+    """A cluster from one entry of a JSON file; ``file``: the file, for error messages."""
     keys = {f.name for f in fields(Cluster)} - {"name"}
     wrong = {"unknown": set(content) - keys, "missing": keys - set(content)}
     if any(wrong.values()):
-        texts = [f"{what} {', '.join(sorted(names))}" for what, names in wrong.items() if names]
-        raise ConfigError(f"{where}: cluster {name} has {'; '.join(texts)}")
+        texts = [f"{kind} {', '.join(sorted(names))}" for kind, names in wrong.items() if names]
+        raise ConfigError(f"{file}: cluster {name} has {'; '.join(texts)}")
     values = dict(content)
     for key, entry in content.items():  # with the origin and source of its number, or alone
         if isinstance(entry, list) and len(entry) == 3 and entry[1] in ORIGINS:
@@ -224,4 +224,4 @@ def _cluster(name: str, content: Mapping[str, Any], where: str) -> Cluster:
             values[curve] = tuple((float(size), float(share)) for size, share in values[curve])
         return Cluster(name, **values)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: cluster {name}: {error}") from error
+        raise ConfigError(f"{file}: cluster {name}: {error}") from error

@@ -402,7 +402,7 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     (a, e), *others = ((part_q * q, part_kv * kv * copies) for part_q, part_kv in parts)
     b, f = others[0] if others else (0.0, 0.0)
     if config.ulysses > 1:
-        held = 2 * q  # the output and its gradient
+        features = 2 * q  # the output and its gradient
         if exchanges_shards_again(config):
             # Recomputed, and while a chunk returns results; its gradients, sent, received; the next
             # chunk's tensors, sent, received; returns. Or the first chunk's tensors arrive.
@@ -414,17 +414,17 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
         buffers += 3 * kv * copies if config.ring > 1 else 0.0
     else:
         # A copy of grouped queries, beside the projection's output that they are a part of.
-        held = 3 * q + kv + (q if model.kv_heads < model.heads else 0.0)
+        features = 3 * q + kv + (q if model.kv_heads < model.heads else 0.0)
         gradients = q + kv
         if config.ring > 1:  # sums of what ranks return
             in_flight = 2 * a + 3.5 * e + (2 * b + 3.5 * f) * (0.5 if len(parts) == 2 else 1)
             buffers = gradients + in_flight
         else:
-            held, buffers = held + gradients, 0.0
+            features, buffers = features + gradients, 0.0
     kernel = 4 * tokens * (a + (e if model.kv_heads < model.heads else 0.0))
     lse = 4.0 * model.heads / tp
     return AttentionPeak(
-        (3 * hidden + tokens * held) * config.param_bytes + tokens * lse,
+        (3 * hidden + tokens * features) * config.param_bytes + tokens * lse,
         tokens * buffers * config.param_bytes,
         kernel,
     )

@@ -183,8 +183,8 @@ class ModelShape:
         window = 0 if self.window >= seq_len else self.window
         kinds: dict[ModelShape, int] = {}
         for kind in self.kinds:
-            alike = replace(kind.for_length(seq_len), layers=1)
-            kinds[alike] = kinds.get(alike, 0) + kind.layers
+            single = replace(kind.for_length(seq_len), layers=1)
+            kinds[single] = kinds.get(single, 0) + kind.layers
         if len(kinds) == 1:
             return replace(next(iter(kinds)), layers=self.layers)
         return replace(
@@ -382,8 +382,8 @@ def load_model(name: str) -> ModelShape:
     path = Path(name)
     if name.endswith(".json") or path.is_dir():
         path = path / "config.json" if path.is_dir() else path
-        own = path.stem if path.stem != "config" else path.parent.name
-        return _shape(own, read_json(path, "model"), path)
+        stem = path.stem if path.stem != "config" else path.parent.name
+        return _shape(stem, read_json(path, "model"), path)
     model = built_in(name)
     if model is None and (name.count("/") > 1 or name.startswith((".", "~"))):
         raise ConfigError(f"there is no folder {name} with a config.json")
@@ -528,9 +528,9 @@ def _with_experts(model: ModelShape, entry: Mapping[str, Any], path: Path) -> Mo
     used = entry.get("num_experts_per_tok") or entry.get("experts_per_token")
     width = entry.get(_EXPERT_WIDTH[str(kind)])
     sizes = {"experts": count, "experts a token": used, _EXPERT_WIDTH[str(kind)]: width}
-    for what, size in sizes.items():
+    for quantity, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"{path}: model {model.name} has {what} {size!r}: a whole number")
+            raise ConfigError(f"{path}: model {model.name} has {quantity} {size!r}: a whole number")
     if entry.get("mlp_only_layers") or entry.get("decoder_sparse_step") not in (None, 1):
         raise ConfigError(
             f"{path}: model {model.name} has experts in some layers and an MLP in others "
@@ -590,10 +590,10 @@ def _check_spelling(
     """Check that no key is nearly the name of a field that has no value: ``kv_heads`` would be
     ``heads`` then. Other keys are those of HuggingFace's configurations that change no plan."""
     names = {field: (field, *aliases.split()) for field, aliases in _FIELD_NAMES.items()}
-    known = {key for keys in names.values() for key in keys}
+    spellings = {key for keys in names.values() for key in keys}
     absent = [key for field, keys in names.items() if field not in values for key in keys]
     for key in entry:
-        near = [] if key in known else get_close_matches(key, absent, n=1, cutoff=0.8)
+        near = [] if key in spellings else get_close_matches(key, absent, n=1, cutoff=0.8)
         if near:
             raise ConfigError(
                 f"{path}: model {name} has {key!r}, which is no field, and no {near[0]!r}: write "
@@ -606,9 +606,9 @@ def _architecture_defaults(name: str, entry: Mapping[str, Any], path: Path) -> M
     indexers = [f"{key}={entry[key]}" for key in _INDEXERS if entry.get(key)]
     kind = entry.get("model_type")
     if indexers or kind in list(_GATHERED):  # a list: it may be no text
-        what = "whose indexer picks the keys" if indexers else "that compute attention themselves"
+        trait = "whose indexer picks the keys" if indexers else "that compute attention themselves"
         raise ConfigError(
-            f"{path}: {[*indexers, f'model_type {kind!r}'][0]}: layers {what} are not planned. "
+            f"{path}: {[*indexers, f'model_type {kind!r}'][0]}: layers {trait} are not planned. "
             "Their keys are gathered over all ranks of a sequence: the split into Ulysses and ring "
             "means nothing to them (docs/usage/sparse-models.md)"
         )

@@ -367,14 +367,14 @@ def mlp_chunks_for(work: Workload, config: ParallelConfig) -> int:
 
 
 def with_chunks_for(
-    work: Workload, config: ParallelConfig, given: ParallelConfig | None = None
+    work: Workload, config: ParallelConfig, asked: ParallelConfig | None = None
 ) -> ParallelConfig:
     """The config with as many chunks of an MLP as the length asks for, where it has several.
 
     Args:
-        given: whose number of chunks stays.
+        asked: whose number of chunks stays.
     """
-    if config.mlp_chunks <= 1 or (given and given.mlp_chunks > 1):
+    if config.mlp_chunks <= 1 or (asked and asked.mlp_chunks > 1):
         return config
     return config.replace(mlp_chunks=mlp_chunks_for(work, config))
 

@@ -185,11 +185,11 @@ class _Collector:
     def search_degrees(self, base: ParallelConfig, fixed: Mapping[str, object]) -> None:
         """Evaluate all settings of one set of degrees."""
         result, framework = self._result, self._framework
-        known = tuple(x for x in framework.zero if not zero_refusal(x, base.pp, bf16=False))
+        zero_stages = tuple(x for x in framework.zero if not zero_refusal(x, base.pp, bf16=False))
         if base.states_on_host and fixed.get("zero") != 0:
-            known = tuple(zero for zero in known if zero)
+            zero_stages = tuple(zero for zero in zero_stages if zero)
         # A single rank shards nothing: one stage stands for all.
-        stages = values_of(fixed, "zero", known[:1] if base.zero_ranks == 1 else known)
+        stages = values_of(fixed, "zero", zero_stages[:1] if base.zero_ranks == 1 else zero_stages)
         recompute = values_of(fixed, "recompute", framework.recompute)
         batches = values_of(fixed, "micro_batch", divisors(result.work.global_batch // base.dp))
         if not (stages and recompute and batches):
@@ -393,9 +393,9 @@ class _Collector:
         """Search again with settings that trade time for length, one more at a time, until
         something fits; returns the configurations that were searched last."""
         configs = list(degree_sets)
-        known = values_of(fixed, "recompute", self._framework.recompute)
-        modes = [mode for mode in known if mode in CHECKPOINTED]
-        saving: dict[str, object] = {"recompute": (modes or known)[-1]} if known else {}
+        modes = values_of(fixed, "recompute", self._framework.recompute)
+        checkpointed = [mode for mode in modes if mode in CHECKPOINTED]
+        saving: dict[str, object] = {"recompute": (checkpointed or modes)[-1]} if modes else {}
         for setting in self._framework.length_settings:
             # Checkpoints of several layers depend on the recomputation.
             changed = [

@@ -79,8 +79,8 @@ def layer_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> Laye
         parts = [layer_time(cluster, part, config).components().values() for part in work.parts]
         shares = [kind.layers / work.model.layers for kind in work.model.kinds]
         return LayerTime(*(sum(map(mul, shares, each)) for each in zip(*parts, strict=True)))
-    alike = config if exchanges_shards_again(config) else config.replace(recompute="none")
-    core, core_backward, rest = _layer_once(cluster, work, alike)
+    not_recomputed = config if exchanges_shards_again(config) else config.replace(recompute="none")
+    core, core_backward, rest = _layer_once(cluster, work, not_recomputed)
     scan, scan_backward = (
         _recurrence_s(cluster, work, config, backward=backward) for backward in (False, True)
     )
