@@ -228,12 +228,6 @@ def infeasibility(result: SearchResult) -> Sequence[str]:
 # ------------------------------------------------------------------ as text and as JSON
 
 
-_BATCH = (
-    "one sequence a step, which all GPUs share, without data parallelism: --global-batch gives "
-    "that of your run"
-)
-
-
 _INDENTED: Mapping[str, Any] = MappingProxyType(
     {"subsequent_indent": 10 * " ", "break_on_hyphens": False}
 )
@@ -283,7 +277,10 @@ def answer_text(answer: Answer, top: int, alone: bool) -> Iterator[object]:
     yield ""
     yield fill(f"{result.considered:,} configurations considered: {counts}", 100)
     if alone:
-        yield _BATCH
+        yield (
+            "one sequence a step, which all GPUs share, without data parallelism: --global-batch "
+            "gives that of your run"
+        )
     if plan and top:
         rows = [plan_row(result, each) | {"taken": "*" * (each is plan)} for each in result.plans]
         columns = degree_columns(each.config for each in result.plans[:top])
