@@ -33,8 +33,8 @@ from ds_usp.training.whole_batch import (
     tree_positions,
 )
 
-_STATUS = struct.Struct("cd8s480s")
-_NO_LOADER, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"
+_STATUS = struct.Struct("cd8s480s")  # of a _Status, whose text it cuts
+_NO_LOADER, _BATCH, _END, _ERROR = b"-", b"b", b"e", b"!"  # kinds of it
 
 
 class Message(NamedTuple):
@@ -136,8 +136,8 @@ class BatchBroadcast:
         return Message(value, header, [x.detach() for x in tensors])
 
     def send(self, message: Message | None, source: int = 0) -> Any:
-        """Return on every rank what rank ``source`` has packed; ``message`` is None on the others.
-        Collective over the group."""
+        """Return on every rank the value that rank ``source`` of the group has packed, its tensors
+        copied to the device; ``message`` is None on the others. Collective over the group."""
         if self._group is None:
             return cast(Message, message).value
         group, device = self._group, transport_device(self._group)
@@ -170,8 +170,8 @@ class BatchBroadcast:
         return _built(described, received, objects)
 
     def next_of(self, batches: Iterator[Any] | None, source: int = 0) -> tuple[Any] | None:
-        """The next batch of rank ``source``, in a tuple, on every rank; None at the end.
-        ``batches`` is None on the other ranks. Collective over the group.
+        """The next batch of rank ``source`` of the group, in a tuple as a batch may be None, on
+        every rank; None at the end. ``batches`` is None on the other ranks. Collective.
 
         Raises:
             DataError: rank ``source`` could not read its batch; that rank raises its own error.
@@ -331,12 +331,12 @@ class SequenceParallelDataLoader:
         return self.mesh.layout(self.layout, batch.seq_len, documents)
 
     def _read(self, batches: Iterator[Mapping[str, Any]] | None) -> _LocalRead:
-        # An error is raised later, on all ranks: raised here, the others would wait.
+        # An error is raised by _gather_statuses, on all ranks: raised here, the others would wait.
         if batches is None:
             return _LocalRead(_Status(_NO_LOADER))
         try:
             batch = read_batch(next(batches), self._whole)
-            self._layout_of(batch)
+            self._layout_of(batch)  # which raises for a length that it does not take
             status = _Status(_BATCH, batch.loss_tokens, batch.digest())
             return _LocalRead(status, _packed(batch))
         except StopIteration:
@@ -346,7 +346,8 @@ class SequenceParallelDataLoader:
             return _LocalRead(_Status(_ERROR, text=text), error=error)
 
     def _gather_statuses(self, local: _LocalRead) -> list[_Status] | None:
-        """Statuses of all ranks' reads; None where a loader has ended."""
+        """Statuses of the reads of all ranks of the group; None where a loader has ended. Raises on
+        every rank what one rank's read has raised, there as DataError. Collective."""
         # One all-gather a batch, before anything else is sent: whether a loader has ended or failed
         # must be known on all ranks, or those of another replica would wait in a later collective
         # for ranks that have left the loop. The number of loss tokens comes with it, so that the
@@ -419,9 +420,9 @@ class SequenceParallelDataLoader:
 
 class _Status(NamedTuple):
     kind: bytes
-    loss_tokens: float = 0.0
+    loss_tokens: float = 0.0  # of a batch, as its digest
     digest: bytes = b""
-    text: bytes = b""
+    text: bytes = b""  # of an error
 
 
 class _LocalRead(NamedTuple):
@@ -431,12 +432,12 @@ class _LocalRead(NamedTuple):
 
 
 def _batches(loader: Iterable[Mapping[str, Any]] | None) -> Iterator[Mapping[str, Any]]:
-    """One pass over a loader, which is first asked for an iterator where its first batch is."""
+    # A generator: what iter(loader) raises is raised by the first next(), which _read catches.
     yield from cast(Iterable[Mapping[str, Any]], loader)
 
 
 def _packed(batch: WholeBatch) -> Message:
-    """DataError for an entry that cannot be pickled."""
+    """The message of a batch; DataError for an entry that cannot be pickled."""
     try:
         return BatchBroadcast.pack(vars(batch))
     except Exception as error:  # pickle's errors have no common class
@@ -490,7 +491,5 @@ def data_parallel_ranks(
             "meshes must have one size. Build them with SequenceMesh.build(RankGrid(...))"
         )
     global_ranks = dist.get_process_group_ranks(world_group)
-    peers = (
-        global_ranks[index] for index, (_, rank, _) in enumerate(rank_infos) if rank == mesh.rank
-    )
+    peers = [global_ranks[i] for i, (_, rank, _) in enumerate(rank_infos) if rank == mesh.rank]
     return DataParallelRanks(firsts.index(members[0]), len(firsts), tuple(peers))

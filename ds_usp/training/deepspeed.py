@@ -242,9 +242,9 @@ def _check_config(config: Mapping[str, Any], groups: ParallelGroups) -> None:
 def own_clipping(
     config: Mapping[str, Any], optimizer: torch.optim.Optimizer, groups: ParallelGroups
 ) -> dict[str, Any]:
-    """Install a pre-step hook on ``optimizer`` that computes the global gradient norm and clips by
-    it; a step whose norm is not finite is skipped. For ZeRO-0 in fp32, where gradients are on the
-    parameters.
+    """Install a pre-step hook on ``optimizer`` that computes the global gradient norm, collective
+    over ``groups.model``, and clips by it; with a norm that is not finite no parameter changes. For
+    ZeRO-0 in fp32, where gradients are on the parameters.
 
     Returns:
         The configuration without DeepSpeed's clipping, which is 1.0 by default.
@@ -273,9 +273,9 @@ def own_clipping(
 def owned_parameters(
     parameters: Iterable[nn.Parameter], groups: ParallelGroups
 ) -> Iterator[nn.Parameter]:
-    """The parameters that this rank adds to a norm, so that over ``groups.model`` each counts once:
-    one that is split over tensor-parallel ranks counts on all of them, a replicated one on the
-    first only, and one that another pipeline stage owns not at all."""
+    """Yield the parameters that this rank adds to a norm, so that over ``groups.model`` each weight
+    counts once: one that is split over tensor-parallel ranks on all of them, each with its part, a
+    replicated one on the first only, and one that another pipeline stage owns not at all."""
     first = dist.get_rank(groups.tp) == 0
     for p in parameters:
         if not getattr(p, "ds_pipe_replicated", False) and (
@@ -285,7 +285,8 @@ def owned_parameters(
 
 
 def global_gradient_norm(parameters: Sequence[nn.Parameter], groups: ParallelGroups) -> float:
-    """2-norm of the reduced gradients of the whole model, each weight counted once."""
+    """2-norm of the gradients of the whole model, each weight counted once, after they are reduced
+    over data and sequence parallel ranks. Collective over ``groups.model``; waits for the GPU."""
     total = torch.zeros((), device=parameters[0].device)
     for p in owned_parameters(parameters, groups):
         if p.grad is not None:

@@ -63,13 +63,15 @@ class StatesOnHost:
         _refuse(engine)
         self._module, self._optimizer = engine.module, engine.optimizer
         self._storages = HostStorages(torch.device(engine.device))
-        self._uses = 0
+        self._uses = 0  # on_device blocks that are open: save_checkpoint calls state_dict
 
     @property
     def bytes_away(self) -> int:
+        """Bytes in host memory that have no memory on the device now."""
         return self._storages.bytes_away
 
     def leave(self) -> None:
+        """Free the tensors on the device, before every forward pass; not within on_device."""
         # The copies have started when the step ended, and had the time of logging and reading the
         # next batch: here they are only waited for. Before the first step there were none.
         if not self._uses:
@@ -78,7 +80,8 @@ class StatesOnHost:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The tensors are on the device inside; afterwards their copies to the host begin."""
+        """Have the tensors on the device in the body, which may be nested; then their copies to the
+        host begin. They stay on the device until :meth:`leave`."""
         if not self._uses:
             self._storages.bring_back()
         self._uses += 1
@@ -90,6 +93,7 @@ class StatesOnHost:
                 self._storages.send(self._tensors())
 
     def _tensors(self) -> list[Tensor]:
+        # States and masters whose storages no parameter shares.
         base = getattr(self._optimizer, "optimizer", self._optimizer)
         tensors = [value for state in base.state.values() for value in state.values()]
         for name in _MASTERS:

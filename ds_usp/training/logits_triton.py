@@ -12,7 +12,7 @@ _BLOCK = 4096  # vocabulary entries at a time
 
 
 # One program a row: the largest logit, the sum of exp(logit - row_max) by online softmax, and the
-# label's logit less row_max (0 for a negative label: in another rank's vocabulary), in fp32.
+# label's logit less row_max (0 for the label -1), in fp32.
 @triton.jit
 def _row_stats(  # type: ignore[no-untyped-def]
     logits, labels, row_max, sum_exp, label_logit, vocab_size, row_stride, BLOCK: tl.constexpr
@@ -60,10 +60,12 @@ _LAUNCH_ROW_STATS, _LAUNCH_GRADIENT = CachedLauncher(_row_stats), CachedLauncher
 def row_stats_fused(
     logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``row_max``, ``sum_exp`` and ``label_logit`` of :class:`ds_usp.training.loss.RowStats`.
+    """``row_max``, ``sum_exp`` and ``label_logit`` of :class:`ds_usp.training.loss.RowStats`, as
+    ``_row_stats`` of ``loss.py`` computes them without Triton. The logits stay as they are.
 
     Shapes:
-        logits ``[t, V]`` with dense rows, labels ``[t]``: -1 is in another rank's vocabulary.
+        logits ``[t, V]`` with dense rows, labels ``[t]``: columns, or -1 for a row that has no
+        label, or has it in another rank's vocabulary; results ``[t]``, fp32.
     """
     rows, vocab_size = logits.shape
     stats = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
@@ -86,7 +88,7 @@ def gradient_fused(
     dlosses: torch.Tensor,
 ) -> None:
     """Write ``exp(logits - row_max) * scale``, less ``dlosses`` at each row's label, over the
-    logits."""
+    logits ``[t, V]``; labels and row_max as of :func:`row_stats_fused`, the others ``[t]`` fp32."""
     rows, vocab_size = logits.shape
     block = _block(vocab_size)
     _LAUNCH_GRADIENT(

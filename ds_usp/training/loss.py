@@ -61,7 +61,8 @@ def weighted_loss(token_losses: Tensor, weights: Tensor) -> Tensor:
 
 
 def mean_loss(local_losses: Sequence[Tensor], scale: float, group: dist.ProcessGroup) -> float:
-    """The loss of the whole step, the same number on every rank of ``group``.
+    """The loss of the whole step, the same number on every rank of ``group``. Collective over it;
+    waits for the GPU.
 
     Args:
         local_losses: what :func:`weighted_loss` gave for each micro batch of this rank.
@@ -110,6 +111,7 @@ def chunked_weighted_loss(
             "loss_weights require a gradient, which chunked_weighted_loss does not compute: detach "
             "them, or use (chunked_token_losses(...) * loss_weights).sum()"
         )
+    # Asked here: in an autograd.Function's forward grad mode is off.
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     factors = loss_weights.reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
     factors = _refuse_unknown(targets, factors, len(weight) * _ranks(tp_group))
@@ -178,7 +180,7 @@ class WeightedLoss(torch.autograd.Function):
 
 
 class TokenLosses(torch.autograd.Function):
-    """Losses of tokens, whose logits are recomputed in the backward pass."""
+    """Losses ``[T]`` of tokens, whose logits are recomputed in the backward pass."""
 
     @staticmethod
     def forward(
@@ -205,6 +207,8 @@ class TokenLosses(torch.autograd.Function):
 def _chunks(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
 ) -> Iterator[tuple[slice, Logits]]:
+    # Yields the tokens of each chunk, and their logits. Collective over the group for each chunk,
+    # so all its ranks have as many tokens.
     tokens = max(1, len(labels))  # an empty batch is one chunk without rows
     size = -(-tokens // chunks)
     for start in range(0, tokens, size):
@@ -213,8 +217,11 @@ def _chunks(
 
 
 class _Gradients:
+    """Adds up the gradients of hidden ``[T, h]`` and weight ``[V, h]`` from those of the logits of
+    one chunk after the other; the weight's in ``acc_dtype``."""
+
     def __init__(self, hidden: Tensor, weight: Tensor, needs_weight_grad: bool) -> None:
-        # The weight's in fp32 (fp64 for fp64), as every chunk adds to it all.
+        # In fp32 (fp64 for fp64) the weight's, as every chunk adds to all of it.
         self._hidden, self._weight = hidden, weight
         self._dhidden = torch.empty_like(hidden)
         self.acc_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -233,7 +240,8 @@ class _Gradients:
             self._dweight += dlogits.t() @ self._hidden[rows]
 
     def result(self, group: Group) -> tuple[Tensor, Tensor | None]:
-        # Each rank has the part of its own vocabulary entries.
+        # Hidden's gradient is a sum over the ranks' vocabularies: collective. The weight's is None
+        # where it is not trained.
         if _ranks(group) > 1:
             dist.all_reduce(self._dhidden, group=group)
         return self._dhidden, self._dweight
@@ -244,7 +252,8 @@ def _ranks(group: Group) -> int:
 
 
 def _refuse_unknown(labels: Tensor, loss_weights: Tensor, vocab_size: int) -> Tensor:
-    """The loss weights ``[T]``, NaN on a GPU where a label is outside of the vocabulary."""
+    """The loss weights ``[T]``, NaN where a label is outside of the whole vocabulary and counts;
+    ConfigError then on a CPU."""
     outside = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocab_size))
     outside &= loss_weights != 0
     if labels.device.type == "cpu" and outside.any():
@@ -279,7 +288,8 @@ class RowStats(NamedTuple):
     """Softmax statistics of each row of logits, over this rank's vocabulary.
 
     Shapes:
-        buffer ``[t, V]``: the logits, or their exponentials; the gradient overwrites it. The others
+        buffer ``[t, V]``: the logits with Triton, else ``exp(logit - row_max)``; the gradient
+        overwrites it. The others
         ``[t]``, fp32 (fp64 of fp64): the largest logit, the sum of ``exp(logit - row_max)``, and
         the logit of the label less ``row_max``; 0 where the label is in another rank's vocabulary.
     """
@@ -296,7 +306,8 @@ class Logits:
     Args:
         scores: ``[t, V]``; not to be used afterwards.
         labels: ``[t]``, token ids of the full vocabulary, or -100: no loss and no gradient.
-        group: the ranks among which the vocabulary is sharded; None: one has it all. Collective.
+        group: the ranks among which the vocabulary is sharded, over which making the object is
+            collective; None: one has it all.
 
     Attributes:
         losses: ``[t]``, the cross entropy.
@@ -308,17 +319,13 @@ class Logits:
         local_labels = labels - (dist.get_rank(group) * vocab_size if is_sharded else 0)
         is_local = (local_labels >= 0) & (local_labels < vocab_size)
         self._labels = torch.where(is_local, local_labels, -1)
-        no_triton = (
-            not scores.is_cuda or scores.dtype == torch.float64 or torch.compiler.is_compiling()
-        )
-        triton = None if no_triton else load_triton_module("ds_usp.training.logits_triton")
-        if triton is None:
-            self._fused, stats = None, _row_stats(scores, self._labels)
+        self._fused = None
+        if scores.is_cuda and scores.dtype != torch.float64 and not torch.compiler.is_compiling():
+            self._fused = load_triton_module("ds_usp.training.logits_triton")
+        if self._fused is None:
+            stats = _row_stats(scores, self._labels)
         else:
-            self._fused, stats = (
-                triton,
-                RowStats(scores, *triton.row_stats_fused(scores, self._labels)),
-            )
+            stats = RowStats(scores, *self._fused.row_stats_fused(scores, self._labels))
         self._buffer, self._row_max, sum_exp, label_logit = stats
         if is_sharded:
             global_max = self._row_max.clone()
@@ -337,7 +344,8 @@ class Logits:
         self.losses = torch.where(self._counts, sum_exp.log() - label_logit, 0)
 
     def gradient(self, dlosses: Tensor) -> Tensor:
-        """The gradient ``[t, V]`` from that of the losses ``[t]``; overwrites the logits."""
+        """The gradient ``[t, V]`` from that of the losses ``[t]``; overwrites the logits, so that
+        it can be called once."""
         dlosses = torch.where(self._counts, dlosses, 0)
         scale = dlosses * self._inv_sum_exp
         if self._fused is None:
@@ -347,6 +355,7 @@ class Logits:
 
 
 def _row_stats(scores: Tensor, labels: Tensor) -> RowStats:
+    # Without Triton, as `_gradient` below: logits_triton.py has the same two.
     logits = scores if scores.dtype == torch.float64 else scores.float()
     row_max = logits.max(dim=1).values
     base = torch.where(row_max == -math.inf, 0, row_max)

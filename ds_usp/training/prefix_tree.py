@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_usp.errors import ConfigError, DataError
-from ds_usp.training.whole_batch import (
-    IGNORE_INDEX,
-    LABELS,
-    LOSS_WEIGHTS,
-    SHIFTED,
-    TOKENS,
-    TREE,
-)
+from ds_usp.training.whole_batch import IGNORE_INDEX, LABELS, LOSS_WEIGHTS, SHIFTED, TOKENS, TREE
 
 # Tokens that rows must have in common for a segment of their own. Fewer (a first token that begins
 # every text, a phrase) save less than the kernel call costs that each level of a tree adds.
@@ -112,7 +105,8 @@ class SharedPrefixes:
         return sum(map(len, self.places))
 
     def gather_from(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return the rows' values for the tree's tokens, where these are equal, ``[tokens]``."""
+        """Return ``[tokens]`` of the tree from values ``[n]`` of each row, which are equal where
+        rows share a token."""
         out = rows[0].new_zeros(self.tokens)
         for row, place in zip(rows, self.places, strict=True):
             out[place] = row
@@ -174,7 +168,7 @@ class _Prefix:
 # compared at the speed of memory, each row with log2(rows) others, and equal tokens are equal
 # bytes. How far neighbors are equal then says which prefixes there are (a radix tree).
 def _tries(rows: Sequence[Tensor], starts: Sequence[int]) -> list[_Prefix]:
-    """The prefixes of the rows that begin at one position, one of no tokens for each position."""
+    """Return the roots: a prefix of no tokens for each start, with all rows that have it below."""
     arrays = [row.numpy() for row in rows]
     row_bytes = [array.tobytes() for array in arrays]
     by_start: dict[int, list[int]] = {start: [] for start in starts}
@@ -200,7 +194,8 @@ def _tries(rows: Sequence[Tensor], starts: Sequence[int]) -> list[_Prefix]:
 
 
 def _close(path: list[_Prefix], length: int) -> None:
-    """End the prefixes that go on after so many tokens; the last one of ``path`` then has them."""
+    """End the prefixes of ``path`` that are longer than ``length``, each into the one before it; a
+    prefix of that length comes between where there is none. It is the last one then."""
     while path[-1].length > length:
         ended = path.pop()
         if path[-1].length < length:
@@ -297,7 +292,8 @@ class PrefixTree:
 
 
 def _branches(example: Any, index: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each answer the tokens with all before it, and which of them are the answer's."""
+    """Yield for each answer the tokens with all before it, and which of them are the answer's,
+    bool. ``index`` is the example's, for messages."""
     if not isinstance(example, Mapping) or not {"prompt", "answers"} <= example.keys():
         keys = sorted(example) if isinstance(example, Mapping) else type(example).__name__
         raise DataError(

@@ -19,13 +19,7 @@ from torch import Tensor
 
 from ds_usp.errors import ConfigError, DataError, LayoutError
 from ds_usp.geometry.layout import TokenLayout
-from ds_usp.geometry.masks import (
-    Borders,
-    MaskSpec,
-    Parents,
-    format_documents,
-    normalize_documents,
-)
+from ds_usp.geometry.masks import Borders, MaskSpec, Parents, format_documents, normalize_documents
 from ds_usp.kernels.rotary import inverse_frequencies
 
 IGNORE_INDEX = -100  # the label of a token that does not count, as in torch's cross_entropy
@@ -180,12 +174,12 @@ def position_steps(positions: Tensor) -> list[dict[int, int]]:
 
 
 def _steps_other_than(usual: int, numbers: Tensor) -> list[dict[int, int]]:
+    # By the index of the later token, ascending, its number less the one before. One transfer.
     diff = numbers.diff(dim=-1)
     indices = (diff != usual).nonzero()
     steps: list[dict[int, int]] = [{} for _ in range(len(numbers))]
-    for row, index, step in torch.cat(
-        [indices, diff[indices.unbind(1)].to(indices)[:, None]], 1
-    ).tolist():
+    found = torch.cat([indices, diff[indices.unbind(1)].to(indices)[:, None]], 1)
+    for row, index, step in found.tolist():
         steps[row][index + 1] = step
     return steps
 
@@ -237,6 +231,10 @@ NO_PACKING = Packing()
 def read_tree(entries: Mapping[str, Any], size: int, seq_len: int) -> Packing:
     """The documents of a batch's ``tree``; the positions and labels beside it are checked.
 
+    Args:
+        entries: the batch's by name, not changed; of labels only whether there are some counts.
+        size, seq_len: samples, and tokens of each.
+
     Raises:
         ConfigError: segments that are none, or of another length.
         DataError: borders beside it, positions that do not go on after the parent, labels that are
@@ -257,10 +255,8 @@ def read_tree(entries: Mapping[str, Any], size: int, seq_len: int) -> Packing:
             f"which has several next ones: give {SHIFTED!r}, the next token of each. "
             "ds_usp.training.PrefixTree makes both"
         )
-    pairs = [
-        (mask.documents[i], mask.parents[i] if mask.parents else ())
-        for i in range(len(mask.documents))
-    ]
+    parents = mask.parents or ((),) * len(mask.documents)
+    pairs = list(zip(mask.documents, parents, strict=True))
     if len(set(pairs)) == 1:  # the same for all samples
         pairs = pairs[:1]
     documents = tuple(borders for borders, _ in pairs)
@@ -275,10 +271,11 @@ def tree_positions(packing: Packing, device: torch.device | str | None = None) -
     parent's last token. As of ``TokenLayout.positions(mask=)``, of all tokens and in torch."""
     rows, mask = [], packing.causal_mask
     for sample, borders in enumerate(packing.documents):
-        starts = torch.tensor(borders)
-        first = torch.tensor(mask.contexts(sample)) - starts[:-1]
-        each = first.to(device).repeat_interleave(starts.diff().to(device), output_size=borders[-1])
-        rows.append(each + torch.arange(borders[-1], device=device))
+        starts, total = torch.tensor(borders), borders[-1]
+        lengths = starts.diff().to(device)
+        shifts = (torch.tensor(mask.contexts(sample)) - starts[:-1]).to(device)  # of each segment
+        token_shifts = shifts.repeat_interleave(lengths, output_size=total)
+        rows.append(token_shifts + torch.arange(total, device=device))
     return torch.stack(rows)
 
 
@@ -378,8 +375,9 @@ def read_borders(name: str, lengths: Any) -> tuple[Borders, ...]:
 def borders_within(
     name: str, borders: Borders, real: RealTokens, seq_len: int, sample: int
 ) -> Borders:
-    """The documents of real tokens, and padding, whatever cumulative lengths say of it: it is left
-    out by them, the end of the last document, or some documents."""
+    """The borders of a row's documents with padding as one of its own, from those of cumulative
+    lengths, which may leave padding out, end the last document with it, or have several for it.
+    DataError if they end elsewhere. ``name`` (of the entry) and ``sample`` are for messages."""
     if borders[-1] not in (real.stop, seq_len):
         raise DataError(
             f"the documents of {name} of sample {sample} end at {borders[-1]}, and {PADDING} keeps "
@@ -400,6 +398,7 @@ def agreed_documents(
         stated: by entry, the documents of each row by it. Positions beside them start anew, or
             jump, where each document begins; they may jump elsewhere, and start anew nowhere else.
         steps: :func:`position_steps` of each row; () without positions.
+        rows: the real tokens of each; only borders between them are compared with positions.
 
     Raises:
         DataError: two that contradict each other.
@@ -510,19 +509,21 @@ class WholeBatch:
 
     @property
     def loss_tokens(self) -> float:
-        """Labels that count, or the sum of their weights."""
+        """How many labels count, or the sum of their weights where the batch has some."""
         counts = self.sharded[SHIFTED] != IGNORE_INDEX
         weights = self.sharded.get(LOSS_WEIGHTS)
         return float((counts if weights is None else counts * weights).sum())
 
     def digest(self) -> bytes:
+        """8 bytes that are equal for equal tokens."""
         tokens = self.sharded[TOKENS].cpu().contiguous().view(torch.uint8)
         return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).digest()
 
 
 def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatch:
     """Check a loader's batch, as :class:`SequenceParallelDataLoader` takes it, shift its labels and
-    find its documents.
+    find its documents; ``whole`` names tensors that every rank gets as they are. Called by the rank
+    that reads alone. The batch is not changed.
 
     Raises:
         DataError: entries that are missing, contradict each other, or cannot be sharded.
@@ -566,6 +567,7 @@ def _tree_of(
             f"{PADDING} has {format_documents(mask_documents)} beside a {TREE}, of which padding "
             f"is a root of its own without labels: leave {PADDING} out"
         )
+    # Without any labels the tokens are the labels, which a tree refuses as it does others.
     packing = read_tree({LABELS: tokens, **entries}, size, seq_len)
     del entries[TREE]
     entries.pop(LABELS, None)
@@ -610,7 +612,8 @@ def _documents(
     rows: list[RealTokens],
     tokens: Tensor,
 ) -> tuple[Borders, ...]:
-    """Borders from cumulative lengths, positions or padding; what says them twice must agree."""
+    """Borders from cumulative lengths, which are taken out of the entries, positions or padding;
+    what says them twice must agree. () where every row is one document."""
     size, seq_len = tokens.shape
     # Padding is a document of its own: attention is causal or bidirectional within documents, so no
     # real token sees padding, and no kernel needs a mask tensor.
@@ -679,11 +682,8 @@ def _check_not_shifted(tokens: Tensor, labels: Tensor) -> None:
 
 
 def _sharded(entries: dict[str, Any], whole: Sequence[str], tokens: Tensor) -> dict[str, Tensor]:
-    tensors = {
-        name: value
-        for name, value in entries.items()
-        if isinstance(value, Tensor) and name not in whole
-    }
+    # The tensors that have a value for each token: all but those that `whole` names.
+    tensors = {k: x for k, x in entries.items() if isinstance(x, Tensor) and k not in whole}
     for name, value in tensors.items():
         if value.shape[:2] != tokens.shape:
             raise DataError(
