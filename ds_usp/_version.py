@@ -41,8 +41,8 @@ def _built(package: Path) -> str:
 
 
 def _checked_out(package: Path) -> str:
-    """The commit that HEAD of the repository around the package points to; "" where it is not
-    found.
+    """The commit to which HEAD of the checkout around the package points; "" where its branch is in
+    no file.
 
     Raises:
         OSError: the folder above the package is no checkout.

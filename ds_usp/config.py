@@ -119,8 +119,8 @@ def torchrun_env() -> TorchrunEnv:
 
 
 def num_ranks_on_node(world: int | None = None) -> int:
-    """Return how many ranks of a program are on this node: as torchrun, DeepSpeed or MPI say.
-    Where none does, all ``world`` of them are; 1 where that is not given."""
+    """Return how many of a program's ``world`` ranks are on this node, by the variables of
+    torchrun, DeepSpeed or MPI; without them ``world``, or 1 where that is None."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     on_node = int(next((os.environ[name] for name in names if name in os.environ), world or 1))
     return min(world or on_node, on_node)
@@ -156,10 +156,10 @@ def free_memory() -> float:
         ),
     ):
         with suppress(OSError, ValueError):  # "max": there is no limit
-            in_use = int(Path(folder, used).read_text()) - int(Path(folder, limit).read_text())
+            over_limit = int(Path(folder, used).read_text()) - int(Path(folder, limit).read_text())
             text = Path(folder, "memory.stat").read_text()
             files = sum(map(int, re.findall(rf"^{cached} (\d+)", text, re.M)))
-            free.append(float(files - in_use))
+            free.append(float(files - over_limit))
     return min(free)
 
 

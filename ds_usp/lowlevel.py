@@ -40,8 +40,14 @@ def strided_copy(out: torch.Tensor, x: torch.Tensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _rows_are_16_byte_aligned(size: int, length: int, *strides: tuple[int, ...]) -> bool:
-    """Whether all rows of a dense last dim start and end at multiples of 16 bytes: of an element
-    size, a number of elements, strides of each tensor."""
+    """Return whether all rows along the last dim are dense, and begin and end at multiples of 16
+    bytes from the first element.
+
+    Args:
+        size: bytes of an element.
+        length: elements of a row.
+        strides: of each tensor, in elements.
+    """
     distances = [length, *(stride for row in strides for stride in row[:-1])]
     dense = all(row[-1] == 1 for row in strides)
     return dense and not any(n * size % 16 for n in distances)
@@ -67,7 +73,8 @@ class _Pointer:
 
 
 class PreparedLaunch:
-    """A launch of a Triton kernel in which only the addresses and dtypes of its tensors are open.
+    """A launch of a Triton kernel in which all but device, dtypes and addresses of its tensors is
+    fixed: these are given in each call, in the kernel's order.
 
     Triton inspects every argument of every launch to find the compiled kernel: half of the CPU
     time. Here it is one dictionary lookup by dtypes and alignments.
@@ -124,7 +131,8 @@ LaunchArguments = Callable[
 
 
 class CachedLauncher:
-    """Launches a Triton kernel that is called again and again with the same integers."""
+    """Launches a Triton kernel that is called again and again with the same integers. ``numbers``
+    and ``constants`` are as of :class:`PreparedLaunch`; tensors are on the device of the first."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -149,8 +157,9 @@ class CachedLauncher:
     def launch_by_tensors(
         self, tensors: Sequence[torch.Tensor], count: int, arguments: LaunchArguments
     ) -> None:
-        """Launch with the arguments that the first tensor's shape, all dtypes and strides, and a
-        number decide: they are not made again for tensors like those of an earlier launch."""
+        """Launch with what ``arguments`` returns for these tensors and ``count``. It is not called
+        again for the same ``count``, first shape, dtypes and strides, on which alone it may depend;
+        one launcher must always be given the same ``arguments``."""
         dtypes = tuple([x.dtype for x in tensors])
         key = count, tensors[0].shape, dtypes, *[x.stride() for x in tensors]
         launch = self._cache.get(key)
@@ -195,8 +204,11 @@ def refuse_second_derivative(operation: str, error: type[USPError] = ConfigError
 
 
 def with_globals(function: FunctionType, names: dict[str, Any], *closure: Any) -> FunctionType:
-    """The same code with other globals, which are not copied: those of a module stay its own; the
-    closure's cells too, where they are given."""
+    """Return a function of the same code whose globals are the dict ``names`` itself, no copy.
+
+    Args:
+        closure: all its cells, in the order of ``co_freevars``; without any its own stay.
+    """
     cells = closure or function.__closure__
     clone = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     clone.__kwdefaults__ = function.__kwdefaults__

@@ -413,7 +413,7 @@ def setting(name: str) -> Setting:
 
 
 def keeps_host_memory(args: object) -> bool:
-    """Whether a namespace asks for tensors in host memory."""
+    """Whether the flags of a namespace ask for tensors in host memory."""
     return any(row.keeps_host_memory and row.is_used(row.value_in(args)) for row in SETTINGS)
 
 

@@ -44,7 +44,8 @@ def window(
 def same_document(
     q_positions: Positions, k_positions: Positions, lengths: Sequence[int]
 ) -> torch.Tensor:
-    """Whether two tokens are in one of the documents of these lengths: bool ``[S, T]``."""
+    """Whether a query and a key are in the same of the documents of these lengths, which follow
+    each other from position 0: bool ``[S, T]``."""
     q_rows, k_rows = _tensor(q_positions), _tensor(k_positions)
     counts = torch.tensor(lengths, device=q_rows.device)
     owner = torch.arange(len(lengths), device=q_rows.device).repeat_interleave(counts)

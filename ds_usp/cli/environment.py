@@ -130,9 +130,7 @@ def _versions() -> dict[str, str]:
     """Return the versions of installed distributions and of the libraries that torch has loaded."""
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
-        name = (
-            distribution.metadata["Name"] or ""
-        )  # "": a folder that an installation left half done
+        name = distribution.metadata["Name"] or ""  # "": an installation left half done
         if _DISTRIBUTIONS.fullmatch(name):
             versions.setdefault(name, distribution.version)  # the first on the path is imported
 
@@ -147,7 +145,8 @@ def _versions() -> dict[str, str]:
 
 
 def _against_requirements(versions: Mapping[str, str]) -> dict[str, str]:
-    """Name the requirements of ds-usp and its extras that are absent or of another version."""
+    """Name the requirements of ds-usp and its extras that are absent or of another version; none
+    where ds-usp itself is not installed."""
     installed = {canonicalize_name(name): version for name, version in versions.items()}
     absent, other = set(), set()
     try:

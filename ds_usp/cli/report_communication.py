@@ -50,7 +50,7 @@ def report(path: Path) -> Iterator[str]:
     """
     events = _read(path)
     launches = _Launches(events)
-    sent, exchanges = launches.sent, frozenset(launches.sent)
+    sent, exchanges = launches.sent, frozenset(launches.sent)  # others are added without bytes
     busy: dict[str, list[Interval]] = defaultdict(list)
     for event in events:
         if event.get("cat") in _GPU:
@@ -60,9 +60,9 @@ def report(path: Path) -> Iterator[str]:
                 sent[kind].append(0)
     steps = len({x["name"] for x in events if x["name"].startswith("ProfilerStep#")}) or 1
     compute = busy.pop(_COMPUTE, [])
-    every = [interval for intervals in busy.values() for interval in intervals]
-    all_intervals = [*every, *compute] or [(0.0, 0.0)]
-    step = max(stop for _, stop in all_intervals) - min(start for start, _ in all_intervals)
+    communication = [interval for intervals in busy.values() for interval in intervals]
+    all_intervals = [*communication, *compute] or [(0.0, 0.0)]
+    traced = max(stop for _, stop in all_intervals) - min(start for start, _ in all_intervals)
     yield f"{path}: milliseconds of a step, mean of {steps}"
     yield _row("", "calls", "MiB", "busy", "hidden", "exposed", "of step")
 
@@ -70,19 +70,19 @@ def report(path: Path) -> Iterator[str]:
         exposed = _length([*intervals, *compute]) - _length(compute)
         parts = _length(intervals), _length(intervals) - exposed, exposed
         times = [f"{part / steps / 1e3:,.2f}" for part in parts]
-        return _row(name, calls, mib, *times, f"{exposed / step:.1%}" if step else "")
+        return _row(name, calls, mib, *times, f"{exposed / traced:.1%}" if traced else "")
 
     for kind, sizes in sorted(sent.items()):
         mib = f"{sum(sizes) / steps / 2**20:,.2f}" if sum(sizes) else ""
         yield row(kind, f"{len(sizes) / steps:,.1f}", mib, busy[kind])
-    if not step:
+    if not traced:
         yield "no GPU was traced: only calls and bytes are counted"
         return
-    yield row("all communication", "", "", every)
-    idle = step - _length(all_intervals)
-    for name, length in ((_COMPUTE, _length(compute)), ("idle", idle), ("step", step)):
+    yield row("all communication", "", "", communication)
+    idle = traced - _length(all_intervals)
+    for name, length in ((_COMPUTE, _length(compute)), ("idle", idle), ("step", traced)):
         time = f"{length / steps / 1e3:,.2f}"
-        yield _row(name, "", "", time, "", "", f"{length / step:.1%}")
+        yield _row(name, "", "", time, "", "", f"{length / traced:.1%}")
 
 
 def _read(path: Path) -> list[Event]:

@@ -128,7 +128,7 @@ def main(argv: Sequence[str], print_line: Callable[[str], None]) -> int:
     """
     args = build_parser().parse(argv)
     env = torchrun_env()
-    started = "RANK" in environment(("RANK",))  # by torchrun: the ranks exist, else they are forked
+    started = "RANK" in environment(("RANK",))  # by torchrun: all ranks run this, else one forks
     gpus = torch.cuda.device_count() if started else 0
     if 0 < gpus < env.local_world:
         raise ConfigError(
@@ -230,8 +230,8 @@ def cases_of(args: Namespace, world: int | None, gpu: bool) -> list[VerifyCase]:
 
 
 def check_memory(case: VerifyCase, local_ranks: int, gpu: bool, free: float) -> None:
-    """ConfigError for a case that takes more host memory than is free, with the numbers. Every rank
-    has whole tensors; of GPUs torch says so itself, and no other program is ended."""
+    """ConfigError for a case that takes more host memory than is ``free``, in bytes. Every rank has
+    whole tensors. GPU memory is not checked: without enough torch raises, and nothing else ends."""
     # 1 to 1.3 times what was measured on CPUs at 2K and 4K tokens.
     size = _DTYPES[case.dtype].itemsize
     query = case.batch * case.seq_len * case.heads * case.head_dim
@@ -261,7 +261,7 @@ def limit(case: VerifyCase, measured: TensorErrors) -> float:
         return _ABSOLUTE[case.dtype]
     eps = torch.finfo(_DTYPES[case.dtype]).eps
     if not measured.kernel_error <= _MAX_KERNEL_EPS * eps + _TANH * (case.softcap or 0.0):
-        return 1e-30  # the kernel alone is wrong
+        return 1e-30  # the kernel alone is wrong: no error is within this
     elements = case.batch * case.seq_len * case.kv_heads * case.head_dim
     has_few = measured.name == "dsinks" or elements // (case.ulysses * case.ring) < _FEW_ELEMENTS
     rounding = eps * (_FEW_ROUNDINGS_EPS if has_few else _ROUNDING_EPS)
@@ -331,8 +331,8 @@ def run_cases(
                 )
             rows = torch.as_tensor(layout.positions(mesh.rank), device=device)
             measured = _errors(case, results, dense, references[case.mask], tensors, rows)
-            rank_errors = zip(*_all_gather(measured, env), strict=True)
-            errors = [max(x, key=lambda y: y.error / limit(case, y)) for x in rank_errors]
+            by_result = zip(*_all_gather(measured, env), strict=True)  # of each all ranks' errors
+            errors = [max(x, key=lambda y: y.error / limit(case, y)) for x in by_result]
         code, text = judge(case, errors, refusal)
         codes.append(code)
         if env.rank == 0:
@@ -402,7 +402,8 @@ def _errors(
     tensors: oracle.Tensors,
     rows: torch.Tensor,
 ) -> list[TensorErrors]:
-    """Each result's relative error on this rank's shard, and that of the kernel run dense there."""
+    """Each result's relative error on this rank's shard, and that of the kernel run dense there.
+    ``results`` are of the shard, whose positions are ``rows``; all others are of whole tensors."""
     # dq and dk of queries that see one key are 0, and nearly so with few keys: their errors are
     # relative to a fraction of dout then. The first token of a causal document sees itself alone,
     # and may be the only one of a rank.
