@@ -46,7 +46,7 @@ def sampled(ctx: RankContext, kind: str, ulysses: int) -> dict[str, float | str]
                     have = sample()
                     # Every transformer of the pipeline was sharded.
                     assert len(enabled._sharded) == sum(x in PLANS for x in parts)
-                    assert all(any(x._attended.values()) for x in enabled._sharded)
+                    assert all(any(x._max_attended.values()) for x in enabled._sharded)
             except USPError as error:
                 results[key] = str(error)
             else:

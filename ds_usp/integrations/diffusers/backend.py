@@ -61,36 +61,19 @@ def _attention(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
+    # diffusers' signature of a backend: tensors [b, s_local, h, d]. Called by every attention.
     config = getattr(_parallel_config, "context_parallel_config", None)
     if config is None:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
         return native(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa=enable_gqa
         )
-    mesh = _mesh_of(config)
-    _check(mesh, config, query, key, attn_mask, dropout_p, is_causal)
-    layout = mesh.layout(LAYOUT, query.shape[1] * mesh.sp_degree)
-    return mesh_attention(query, key, value, AttentionOptions(mesh, layout, MaskSpec.full(), scale))
-
-
-def _mesh_of(config: Any) -> SequenceMesh:
     group = config._flattened_mesh.get_group()
-    if group not in _MESHES:
+    if group not in _MESHES:  # in the first attention of all ranks: collective
         _MESHES[group] = SequenceMesh.from_device_mesh(config._mesh["ring", "ulysses"])
-    return _MESHES[group]
-
-
-def _check(
-    mesh: SequenceMesh,
-    config: Any,
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-) -> None:
-    # What cannot be known from the shards of diffusers' hooks, which give every rank as many
-    # tokens: so all ranks refuse it, without an exchange.
+    mesh = _MESHES[group]
+    # diffusers' hooks give every rank the same options and as many tokens, so all ranks refuse the
+    # same call, without an exchange.
     problem = None
     if config.ulysses_anything or config.ring_anything:
         problem = "uneven shards (ulysses_anything, ring_anything)"
@@ -107,3 +90,5 @@ def _check(
             f"the attention backend {NAME!r} under enable_parallelism was given {problem}. "
             f"Use {_ENABLE} instead, without enable_parallelism"
         )
+    layout = mesh.layout(LAYOUT, query.shape[1] * mesh.sp_degree)
+    return mesh_attention(query, key, value, AttentionOptions(mesh, layout, MaskSpec.full(), scale))

@@ -44,7 +44,7 @@ class Branches:
     group: dist.ProcessGroup | None = None
 
     def of_batch(
-        self, name: str, arguments: dict[str, Any], plan: Plan, whole: SequenceMesh
+        self, class_name: str, arguments: dict[str, Any], plan: Plan, whole: SequenceMesh
     ) -> Branches:
         """These parts of ``whole``, or all of it as one part for a batch that they cannot share: an
         odd one, and one branch by itself, as where guidance has ended or layers are skipped.
@@ -56,19 +56,19 @@ class Branches:
             return self
         if torch.is_grad_enabled():
             raise UnsupportedAttentionError(
-                f"{name}: cfg_degree={self.degree} is for sampling, and autograd is on: call it "
-                "under torch.no_grad(), or enable it with cfg_degree=1"
+                f"{class_name}: cfg_degree={self.degree} is for sampling, and autograd is on: call "
+                "it under torch.no_grad(), or enable it with cfg_degree=1"
             )
         batched = plan.batched
         if batched not in arguments:
             raise UnsupportedAttentionError(
-                f"{name}: cfg_degree={self.degree} splits the batch, and {batched} is not given: "
-                "name an argument that has it (batched= of the plan), or use cfg_degree=1"
+                f"{class_name}: cfg_degree={self.degree} splits the batch, and {batched} is not "
+                "given: name an argument that has it (batched= of the plan), or use cfg_degree=1"
             )
         return Branches(1, 0, whole) if len(arguments[batched]) % self.degree else self
 
-    def split(self, name: str, arguments: dict[str, Any], plan: Plan) -> dict[str, Any]:
-        """The arguments for this part's samples, of those that the plan says have a batch.
+    def split(self, class_name: str, arguments: dict[str, Any], plan: Plan) -> dict[str, Any]:
+        """The arguments with this part's samples of those that the plan says have a batch.
 
         Raises:
             UnsupportedAttentionError: an argument that the parts cannot share.
@@ -78,16 +78,22 @@ class Branches:
         batched = plan.batched
         batch = len(arguments[batched])
         for key in plan.zero_or_not:
-            _refuse_some_zero(f"{name}: {key}", arguments.get(key))
-        listed = isinstance(arguments[batched], list)
-        parts = dict(arguments)
+            value: Tensor | None = arguments.get(key)
+            if value is not None and len(set((value != 0).flatten(1).any(1).tolist())) > 1:
+                raise UnsupportedAttentionError(
+                    f"{class_name}: {key} is zero for some samples and not for others, and the "
+                    "pass asks whether it is for all: a part of the batch may have another answer. "
+                    "Use cfg_degree=1"
+                )
+        is_list = isinstance(arguments[batched], list)  # of samples, as other lists are then
+        inputs = dict(arguments)
         for key, value in arguments.items():
             if key not in plan.unbatched:
-                take = self._samples if listed and isinstance(value, list) else self._part
-                parts[key] = take(f"{name}: {key}", value, batch)
-        return parts
+                take = self._slice if is_list and isinstance(value, list) else self._samples_of
+                inputs[key] = take(f"{class_name}: {key}", value, batch)
+        return inputs
 
-    def _samples(self, name: str, value: Any, batch: int) -> Any:
+    def _slice(self, name: str, value: Any, batch: int) -> Any:
         if len(value) != batch:
             described = f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
             raise UnsupportedAttentionError(
@@ -97,23 +103,21 @@ class Branches:
         size = batch // self.degree
         return value[self.index * size : (self.index + 1) * size]
 
-    def _part(self, name: str, value: Any, batch: int) -> Any:
-        """This part's samples of an argument; what is one for all samples as it is."""
+    def _samples_of(self, name: str, value: Any, batch: int) -> Any:
+        """This part's samples of an argument, of all ``batch``; what is one for all as it is."""
         if isinstance(value, Mapping):
-            return {key: self._part(f"{name}.{key}", x, batch) for key, x in value.items()}
+            return {key: self._samples_of(f"{name}.{key}", x, batch) for key, x in value.items()}
         if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value):
-            return type(value)(self._part(name, x, batch) for x in value)
-        size = batch // self.degree
+            return type(value)(self._samples_of(name, x, batch) for x in value)
         if isinstance(value, Tensor):
-            if value.ndim == 0 or value.shape[0] == 1:
-                return value
-            return self._samples(name, value, batch)
+            is_one_for_all = value.ndim == 0 or value.shape[0] == 1
+            return value if is_one_for_all else self._slice(name, value, batch)
         if isinstance(value, (list, tuple)) and len(value) == batch:
             if any(x != value[0] for x in value):  # diffusers reads the first one for all
                 raise UnsupportedAttentionError(
                     f"{name} differs between samples of a batch: use cfg_degree=1"
                 )
-            return value[:size]
+            return value[: batch // self.degree]
         return value
 
     def join(self, out: Any, whole: SequenceMesh) -> Any:
@@ -124,7 +128,7 @@ class Branches:
         """
         if self.degree == 1:
             return out
-        # The gather would hang, or mix up what ranks with other shapes send.
+        # With other shapes on some ranks the gather would hang, or mix up what they send.
         whole.agree(f"outputs of a part, {', '.join(_shapes(out))}")
         return self._join(out)
 
@@ -142,15 +146,6 @@ class Branches:
         return out
 
 
-def _refuse_some_zero(name: str, value: Tensor | None) -> None:
-    # A pass that asks whether all of a batch is zero may answer otherwise for a part of it.
-    if value is not None and len(set((value != 0).flatten(1).any(1).tolist())) > 1:
-        raise UnsupportedAttentionError(
-            f"{name} is zero for some samples and not for others, and the pass asks whether it is "
-            "for all: a part of the batch may have another answer. Use cfg_degree=1"
-        )
-
-
 def _shapes(out: Any) -> Iterator[str]:
     if isinstance(out, Tensor):
         yield f"{list(out.shape)} {out.dtype}"
@@ -163,8 +158,8 @@ _MADE: WeakKeyDictionary[SequenceMesh, dict[int, Branches]] = WeakKeyDictionary(
 
 
 def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
-    """The parts of a mesh, each a block of its ranks with 1 / degree of the ring where the degree
-    divides the ring, else with 1 / degree of the Ulysses axis. Collective over the mesh."""
+    """The parts of a mesh, each of consecutive ranks with the degrees of :func:`degrees_of_branch`;
+    kept for later calls. Collective over the mesh."""
     if degree == 1:
         return Branches(1, 0, mesh)
     ulysses, ring = degrees_of_branch(mesh, degree)
@@ -179,7 +174,8 @@ def branches_of(mesh: SequenceMesh, degree: int) -> Branches:
 
 
 def degrees_of_branch(mesh: SequenceMesh, degree: int) -> tuple[int, int]:
-    """Ulysses and ring degree of one part; ConfigError for a degree that divides neither axis."""
+    """Ulysses and ring degree of one part: the ring is divided by ``degree`` if possible, else the
+    Ulysses axis. ConfigError for a degree that divides neither."""
     ulysses, ring = mesh.ulysses_degree, mesh.ring_degree
     if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
         raise ConfigError(f"cfg_degree={degree!r} must be a whole number of 1 or more")
@@ -228,12 +224,12 @@ def _create(mesh: SequenceMesh, degree: int, ulysses: int, ring: int) -> Branche
 #
 # A later run must compute what the call would have computed. Its tensors are copied, for pipelines
 # write into some in place; grad mode, autocast and cache context are entered again; and hooks,
-# settings and weights of the transformer must be what they were, or the run is refused.
+# settings and weights must be what they were, or the run is refused (`_check_step` of hooks.py).
 class _Promise(Tensor):
     """The output of a call that waits: any operation that reads it runs the call first."""
 
-    value: Callable[[], Tensor]
-    is_known: Callable[[], bool]
+    value: Callable[[], Tensor]  # runs the call if it has not run: collective then
+    is_known: Callable[[], bool]  # whether the call has run
 
     @staticmethod
     def of(value: Callable[[], Tensor], is_known: Callable[[], bool]) -> _Promise:
@@ -248,23 +244,23 @@ class _Promise(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, edits = kwargs or {}, getattr(func, "__name__", "") in _OF_EDIT_PIPELINES
-        first = args[0] if args else None
-        if edits and isinstance(first, _Promise) and not first.is_known():
-            promise, others = first, (*args[1:], *kwargs.values())
+        promise = args[0] if args else None
+        if edits and isinstance(promise, _Promise) and not promise.is_known():
+            others = (*args[1:], *kwargs.values())
             if not any(isinstance(x, Tensor) for x in _pytree.tree_leaves(others)):
                 # Once: what is written into the result must be there when it is read again.
                 later = cache(lambda: func(promise.value(), *args[1:], **kwargs))
                 return _Promise.of(later, promise.is_known)
-        return func(*_kept(args), **_kept(kwargs))
+        return func(*_without_promises(args), **_without_promises(kwargs))
 
 
-# Pipelines that edit images cut the tokens of these images off before they call the other branch.
-# No arithmetic: a promise that nothing reads would leave the pipeline, and be read on one rank.
+# Pipelines that edit images cut the tokens of these images off before they call the other branch,
+# and get a promise. Arithmetic reads: its promise might leave the pipeline, to be read on one rank.
 _OF_EDIT_PIPELINES = frozenset({"__getitem__", "float", "to"})
 
 
-def _kept(values: Any) -> Any:
-    """Return ``values`` with those of promises in their places."""
+def _without_promises(values: Any) -> Any:
+    """Return ``values`` with tensors in place of promises, whose calls run if they have not."""
     return _pytree.tree_map_only(_Promise, lambda promise: promise.value(), values)
 
 
@@ -272,11 +268,12 @@ class WaitingCall:
     """A call of a transformer that has not run.
 
     Attributes:
-        arguments: by their names; of tensors copies.
-        shared: the tensor by which it is known to belong to a step.
+        arguments: by their names; of tensors copies. {} once it has run.
+        shared: the tensor by which it is known to belong to a step, see ``shared_by_branches``.
         context: name and arguments of diffusers' cache context, or None.
-        state: of the model when it was called.
+        state: ``ModelComparison.state`` when it was called.
         problem: why a call then was refused; it is raised where ranks compare.
+        out, error: what :meth:`finish` was given; None both while it waits.
     """
 
     def __init__(
@@ -290,16 +287,14 @@ class WaitingCall:
         self.arguments = _pytree.tree_map_only(Tensor, Tensor.clone, arguments)
         self.shared, self.context = shared, context
         self.state, self.problem = state, problem
-        self._device = shared.device.type
+        self._device = device = shared.device.type
         self._inference = torch.is_inference_mode_enabled()
-        self._autocast = (
-            torch.get_autocast_dtype(self._device),
-            torch.is_autocast_enabled(self._device),
-        )
+        self._autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self.out: Tensor | None = None
         self.error: BaseException | None = None
 
     def belongs_with(self, other: WaitingCall) -> bool:
+        """Return whether both are calls of one step, for other branches."""
         names = [call.context and call.context[0] for call in (self, other)]
         return self.shared is other.shared and (None in names or names[0] != names[1])
 
@@ -325,8 +320,8 @@ class BranchCalls:
 
     Args:
         parts: of the mesh, which compute a call each.
-        run: is around the pass of the calls that it is given.
-        note: the state of the model, and why a call now would be refused, if it would be.
+        run: ``_as_pass_of`` of the :class:`ShardedTransformer`: its body is the pass of the calls.
+        note: returns the state of the model, and the error by which a call now would be refused.
         own_hooks: the ids of the hooks on the transformer that do not keep a call from waiting.
     """
 
@@ -399,11 +394,11 @@ class BranchCalls:
 
     @disable_in_compile("a call waits for the other branches of its step")
     def _joined_step(self, args: Any, kwargs: Any) -> tuple[Any, Any, tuple[Tensor] | None]:
-        """The arguments of a call that runs by itself, or the output of one that waits or has
-        waited."""
+        """Return args, kwargs and None of a call that runs by itself. Else the output is last: a
+        promise, or that of the step's last call, with which all run: collective then."""
         if self._removed or torch.is_grad_enabled():
             return args, kwargs, None
-        args, kwargs = _kept((args, kwargs))
+        args, kwargs = _without_promises((args, kwargs))
         arguments = dict(zip(parameters_of(self._transformer), args, strict=False)) | kwargs
         if not self._may_wait(arguments):
             return args, kwargs, None
@@ -423,12 +418,14 @@ class BranchCalls:
         shared = arguments.get(self._plan.shared_by_branches or "")
         if not isinstance(shared, Tensor) or batch is None:
             return False
-        # Hooks of the user's are called with one call's arguments and see its output. Those that
-        # observe do not count: they may be on one rank, and the others' calls would wait for it.
+        # Hooks of the user's are called with one call's arguments and see its output. Observers do
+        # not count: they may be on one rank alone, whose call would run while the others' wait.
         transformer = self._transformer
         hooks = {**transformer._forward_pre_hooks, **transformer._forward_hooks}
         foreign = any(
-            not (number in self._own_hooks or _is_torch_s(hook) or is_observer(hook))
+            not (number in self._own_hooks or is_observer(hook))
+            # FSDP gathers and frees weights around every pass.
+            and not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
             for number, hook in hooks.items()
         )
         # As pipelines call it: a tuple of one tensor. Others' calls are refused, or return more.
@@ -438,6 +435,8 @@ class BranchCalls:
         return is_known and not foreign and len(batch) % self._degree != 0
 
     def _run_now(self, calls: Sequence[WaitingCall]) -> None:
+        # Collective. Several calls run one on each part, a single one on the whole mesh. Outputs of
+        # several come joined along the batch, in the order of the parts.
         if self._removed:
             raise ConfigError(
                 f"{type(self._transformer).__name__} was disabled before the output of a call with "
@@ -461,8 +460,3 @@ class BranchCalls:
             self._waiting = [x for x in self._waiting if x is not call]
             self._run_now([call])
         return cast(Tensor, call.out)
-
-
-def _is_torch_s(hook: Any) -> bool:
-    # FSDP gathers and frees weights around every pass.
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

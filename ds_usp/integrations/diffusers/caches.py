@@ -40,7 +40,7 @@ class _Cache(NamedTuple):
     whole_batch: bool = False
 
 
-# By the name of the hook that decides, with diffusers' other hooks that follow it.
+# By the name of diffusers' hook that decides. Hooks that follow its decision are FOLLOWERS.
 CACHES: Mapping[str, _Cache] = MappingProxyType(
     {
         "fbc_leader_block_hook": _Cache(by_residual=True),
@@ -63,7 +63,7 @@ def hooks_of(transformer: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 class Caches:
-    """The caches that a transformer has now.
+    """The caches that a transformer has now; false if it has none. Made in every pass.
 
     Args:
         hooks: of :func:`hooks_of`.
@@ -101,7 +101,7 @@ class Caches:
         Raises:
             UnsupportedAttentionError: a cache that would decide otherwise than on one process.
         """
-        cache_dit = [("cache-dit", None)] * self._is_cache_dit
+        cache_dit = [("cache-dit", None)] * self._is_cache_dit  # no hook, and no row in CACHES
         for name, hook in (*self._hooks, *cache_dit):
             cache = CACHES.get(name, _Cache(by_branch=False))
             if getattr(getattr(hook, "config", None), "calibrate", False):
@@ -122,9 +122,9 @@ class Caches:
                     "and with cfg_degree a rank has samples of one branch: use cfg_degree=1"
                 )
 
-    def check_same_parts(self, unchanged: bool) -> None:
-        """UnsupportedAttentionError if what they hold is of other shards than this pass has."""
-        if not unchanged and any(_has_state(hook) for _, hook in self._hooks):
+    def check_same_parts(self, divided_as_before: bool) -> None:
+        """UnsupportedAttentionError if caches hold tokens of other shards than this pass has."""
+        if not divided_as_before and any(_has_state(hook) for _, hook in self._hooks):
             raise UnsupportedAttentionError(
                 f"{self._name}: guidance is on in some steps and off in others, which with "
                 "cfg_degree other ranks compute, and a cache holds the tokens of the steps before: "
@@ -132,7 +132,7 @@ class Caches:
             )
 
     def decide_on(self, mesh: SequenceMesh) -> None:
-        """Let all ranks of a mesh decide together from now on, until :meth:`release`."""
+        """Let all ranks of a mesh decide together, until :meth:`release` at the pass's end."""
         for name, hook in self._hooks:
             if CACHES[name].by_residual:
                 hook._should_compute_remaining_blocks = partial(_changed, hook, mesh)
@@ -144,8 +144,9 @@ class Caches:
 
 @disable_in_compile("the ranks decide whether blocks are skipped")
 def _changed(hook: Any, mesh: SequenceMesh, residual: Tensor) -> bool:
-    # In place of the hook's own: the same means, of all ranks' tokens. In fp64, so that the order
-    # of the sums makes no difference; then in the dtype in which diffusers divides.
+    # In place of the hook's own method, which is given the first block's residual, here a shard:
+    # True computes the other blocks. The same means, of all ranks' tokens (collective): in fp64, so
+    # that the order of sums makes no difference; then in the dtype in which diffusers divides.
     before = hook.state_manager.get_state().head_block_residual
     if before is None:
         return True

@@ -54,6 +54,7 @@ class CudaGraphs:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
+        # As torch.cuda.graph does before a capture.
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
@@ -69,13 +70,14 @@ class CudaGraphs:
 
 
 class _HeldInputs(TorchDispatchMode):
+    """Holds the tensors that operators read, as long as a :class:`RecordedPass` may replay them."""
+
     def __init__(self) -> None:
         super().__init__()
         self._held: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A module's cache (QwenImage's of rotary embeddings has 128 entries) may drop a tensor
-        # before the graph that reads it.
+        # A module's cache, as QwenImage's of 128 rotary embeddings, may drop a tensor before that.
         leaves = _pytree.tree_leaves((args, kwargs))
         self._held += [x for x in leaves if isinstance(x, Tensor)]
         return func(*args, **(kwargs or {}))
@@ -85,8 +87,8 @@ class RecordedPass:
     """A captured forward pass: its arguments' buffers, its graphs, and the collectives between.
 
     Attributes:
-        arguments: the tensors that the captured pass reads.
-        held: open while tensors that operators read are held.
+        arguments: buffers like ``tensors``, which the captured pass reads and a replay writes.
+        held: closed when operators' inputs need not be held any more.
     """
 
     def __init__(self, graphs: CudaGraphs, tensors: Sequence[Tensor]) -> None:
@@ -99,7 +101,7 @@ class RecordedPass:
         self._capturing: Any = None
 
     def capture(self, forward: Callable[[], Any]) -> None:
-        """Capture a pass, of which only the collectives run."""
+        """Capture ``forward`` with the buffers as arguments; only its collectives run."""
         with self._graphs.stream(), _no_autocast_cache(), self.held:
             self._capturing = self._graphs.begin()
             try:
@@ -120,6 +122,7 @@ class RecordedPass:
         self._parts.append(graph.replay)
 
     def between_graphs(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        # Runs it once now, for the form of its output, into which each replay copies the result.
         self._end_graph()
         joined = collective(x)  # of what no kernel has written yet
         self._parts.append(lambda: joined.copy_(collective(x)))
@@ -152,7 +155,8 @@ def _no_autocast_cache() -> Iterator[None]:
 
 
 class ForwardGraphs:
-    """The forward function of a transformer, which captures passes and replays them.
+    """The forward function of a transformer, which captures passes and replays them. Before each
+    pass ``ShardedTransformer`` lets it :meth:`choose`.
 
     The first pass of a kind runs without a graph, which allocates staging buffers and compiles
     kernels; the second is captured, and it and those after it are replayed. A kind is the shapes of
@@ -163,7 +167,7 @@ class ForwardGraphs:
         transformer: whose ``forward`` it is; the arguments are this rank's shards by then.
 
     Attributes:
-        own_hooks: the ids of the hooks on its modules that a replay may leave out.
+        own_hooks: the ids of ds_usp's hooks on its modules, which a replay may leave out.
     """
 
     def __init__(self, transformer: nn.Module) -> None:
@@ -188,19 +192,20 @@ class ForwardGraphs:
         return twin
 
     def clear(self) -> None:
-        """Drop all graphs; those in flight end, as do replays that wait for a rank that does not
-        come, once the mesh's consistency check has failed."""
+        """Drop all graphs, and the choice for the pass that has begun. Replays in flight run to
+        their end; one that waits for a rank that does not come ends when the mesh has failed."""
         self._begun = None
         if self._recorded:
             self._recorded.clear()
             self._graphs.renew()
 
     def choose(self, arguments: Mapping[str, Any], mesh: SequenceMesh) -> tuple[Mode, str]:
-        """Decide how the pass that begins will run: the mode, and a text that differs for other
-        modes and kinds, which ranks compare.
+        """Decide how the next call runs; returns its mode, and a text that differs for other modes
+        and kinds, which ranks compare.
 
         Args:
-            mesh: the ranks that compute a sample, of whose exchanges a graph is.
+            arguments: of this rank's samples, by name, before anything is sharded.
+            mesh: the ranks that compute a sample, whose exchanges a graph contains.
 
         Raises:
             ConfigError: weights on another device.
@@ -321,14 +326,14 @@ class ForwardGraphs:
             self._recording.held.close()
 
     def outside(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A collective of NCCL within a pass: between graphs, if the pass is being captured."""
+        """Run a collective of NCCL within a pass: between graphs, if it is being captured."""
         if self._recording is None:
             return collective(x)
         return self._recording.between_graphs(collective, x)
 
 
 def check_graphs(mesh: SequenceMesh, tuning: Tuning) -> None:
-    """ConfigError where exchanges cannot be captured."""
+    """ConfigError where exchanges cannot be captured, with the reason."""
     # Exchanges by copy engines are kernels and copies, which a graph repeats as they are. With a
     # collective of NCCL in a graph destroy_process_group hangs: the joins run between two graphs.
     if not torch.cuda.is_available():
@@ -436,6 +441,7 @@ def check_modules(transformer: nn.Module, own_hooks: frozenset[int] = frozenset(
 
 
 def _refusal(module: nn.Module, is_root: bool, own_hooks: frozenset[int]) -> str:
+    # Returns the reason, or "". Without `own_hooks` the transformer is not enabled yet.
     hooks = {*module._forward_pre_hooks, *module._forward_hooks} - own_hooks
     attributes = vars(module)
     if "_hf_hook" in attributes or ("forward" in attributes and not (is_root and own_hooks)):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ _HARMLESS_HOOKS = frozenset(
         *("lazy_leafs", "layerwise_casting", "peft_autocast_disable"),
     }
 )
-_KINDS = 64
+_MAX_PASS_KINDS = 64  # whose numbers of attentions are remembered
 _CHECKPOINT = "_gradient_checkpointing_func"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -83,37 +83,42 @@ def check_transformer(transformer: nn.Module) -> Caches:
     return Caches(transformer, hooks)
 
 
-def check_attention(transformer: nn.Module, plan: Plan, ulysses: int) -> None:
+def check_attention(transformer: nn.Module, plan: Plan, ulysses_degree: int) -> None:
     """UnsupportedAttentionError for a processor that cannot be sharded, or too few heads."""
     for path in plan.attention:
         for module in modules_at(transformer, path):
             check_processor(module)
-    check_heads(transformer, plan, ulysses)
+    check_heads(transformer, plan, ulysses_degree)
 
 
-def check_heads(transformer: nn.Module, plan: Plan, ulysses: int, why: str = "") -> None:
-    """UnsupportedAttentionError for fewer heads than Ulysses ranks.
+def check_heads(transformer: nn.Module, plan: Plan, ulysses_degree: int, why: str = "") -> None:
+    """UnsupportedAttentionError for fewer heads than Ulysses ranks, where a module has a number.
 
     Args:
         why: what besides the mesh makes so many ranks share the heads, for the message.
     """
     for path in plan.attention:
         for module in modules_at(transformer, path):
-            heads = getattr(module, "heads", ulysses)
-            if heads < ulysses:
+            heads = getattr(module, "heads", ulysses_degree)
+            if heads < ulysses_degree:
                 raise UnsupportedAttentionError(
                     f"{type(transformer).__name__} has {heads} heads, fewer than the Ulysses "
-                    f"degree {ulysses}{why}: use a Ulysses degree of {heads} or less, and the ring "
-                    "for the other ranks"
+                    f"degree {ulysses_degree}{why}: use a Ulysses degree of {heads} or less, and "
+                    "the ring for the other ranks"
                 )
 
 
 class ShardedTransformer:
     """One transformer whose forward passes are sharded; whole arguments, whole outputs.
 
+    Args:
+        branches: the parts of ``mesh`` for passes with several branches of the guidance; others are
+            computed by all of ``mesh``, as all passes are with ``cfg_degree=1``.
+        comparison: of the transformer over ``mesh``, begun by ``enable``; left by :meth:`remove`.
+
     Attributes:
         mesh: the ranks that share each batch.
-        state: of the pass that runs.
+        state: of the pass that runs, or of the one whose blocks backward computes again; else None.
     """
 
     def __init__(
@@ -123,14 +128,14 @@ class ShardedTransformer:
         branches: Branches,
         plan: Plan,
         options: Options,
-        model: ModelComparison,
+        comparison: ModelComparison,
     ) -> None:
-        self.transformer, self._model = transformer, model
+        self.transformer, self._comparison = transformer, comparison
         self.mesh, self._branches = mesh, branches
         self._plan, self._options = plan, options
         self._noise = ShardNoise(mesh.rank)
-        self._is_known = not isinstance(plan, DerivedPlan)  # else its first pass is compared
-        self._first: dict[str, Any] = {}
+        self._is_plan_proven = not isinstance(plan, DerivedPlan)  # else its first pass is compared
+        self._first_arguments: dict[str, Any] = {}  # of the pass that is to be compared
         self.install()
 
     def install(self) -> None:
@@ -150,16 +155,27 @@ class ShardedTransformer:
         self._graphs: ForwardGraphs | None = None
         if self._options.cuda_graphs:
             transformer.forward = self._graphs = ForwardGraphs(transformer)
-        self._handles, self._inner_handles = list(self._register()), list[RemovableHandle]()
+        # Around the transformer it is the last hook before and the first after: other hooks, if
+        # they were there before, see whole tensors. _end runs after an error too: a pass that
+        # failed must not be taken for one that runs.
+        self._handles = [
+            transformer.register_forward_pre_hook(self._begin, with_kwargs=True),
+            transformer.register_forward_hook(self._end, always_call=True, prepend=True),
+        ]
+        self._inner_handles: list[RemovableHandle] = []
         self._hook_modules()
-        self._step: tuple[WaitingCall, ...] = ()  # the calls that run
+        # The calls that have waited and run in this pass; none in that of a call by itself.
+        self._step: tuple[WaitingCall, ...] = ()
         self._caches = check_transformer(transformer)
-        self._divided: tuple[int, bool] | None = None  # how the pass before was
-        self._kind, self._attended = "", dict[str, int]()  # of passes, and their attentions
-        self._calls: BranchCalls | None = None
+        # How the pass before was: degree of the parts, and whether each had a call of its own.
+        self._divided: tuple[int, bool] | None = None
+        self._pass_kind = ""  # plain arguments, which may decide how many attentions a pass has
+        self._max_attended: dict[str, int] = {}  # by kind of pass, attentions so far
+        self._branch_calls: BranchCalls | None = None
         if branches.degree > 1 and plan.shared_by_branches:
             hook_ids = frozenset(handle.id for handle in self._handles)
-            self._calls = BranchCalls(transformer, branches, plan, self._run, self._note, hook_ids)
+            functions = self._as_pass_of, self._state_and_problem
+            self._branch_calls = BranchCalls(transformer, branches, plan, *functions, hook_ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTransformer:
         twin = object.__new__(type(self))
@@ -181,9 +197,6 @@ class ShardedTransformer:
         for path in (*named, *plan.whole_inputs, *plan.counts):
             yield from modules_at(self.transformer, path)
 
-    def _attention_modules(self) -> list[nn.Module]:
-        return [x for path in self._plan.attention for x in modules_at(self.transformer, path)]
-
     def _hook_modules(self) -> None:
         """Put the hooks on the modules that are at the plan's paths now, and on no others."""
         for handle in self._inner_handles:
@@ -203,17 +216,17 @@ class ShardedTransformer:
             )
 
     def remove(self) -> None:
-        """Leave the transformer as it was, for good."""
-        self._model.leave()
+        """Leave the transformer as it was, for good: no :meth:`install` may follow."""
+        self._comparison.leave()
         self.restore()
 
     def restore(self) -> None:
-        """Leave the transformer as it was; ``SequenceMesh.check`` still compares it."""
+        """Leave the transformer as it was, until :meth:`install`; still compared on ``mesh``."""
         if self._removed:  # and the transformer may be sharded over another mesh since
             return
         self._removed = True
-        if self._calls is not None:
-            self._calls.remove()
+        if self._branch_calls is not None:
+            self._branch_calls.remove()
         self.state = None  # of a pass that was interrupted
         self._restore_checkpoints()
         self._caches.release()
@@ -233,7 +246,7 @@ class ShardedTransformer:
     def _register_inside(self) -> Iterator[RemovableHandle]:
         plan, transformer = self._plan, self.transformer
         before: list[tuple[str, Callable[[PassState, dict[str, Any]], None]]] = []
-        # Of a module's inputs those that are added last run first: masks need the shards' lengths.
+        # Pre-hooks are prepended, so those added last run first: masks need the shards' lengths.
         before += [(p, partial(_count_last, counts)) for p, counts in plan.counts.items()]
         before += [(p, partial(self._join_inputs, dims)) for p, dims in plan.whole_inputs.items()]
         for path, argument in plan.masks.items():
@@ -258,35 +271,29 @@ class ShardedTransformer:
                 for module in modules_at(transformer, path):
                     yield module.register_forward_hook(partial(self._join, dims, last))
 
-    def _register(self) -> Iterator[RemovableHandle]:
-        # Around the transformer it is the last hook before and the first after: other hooks, if
-        # they were there before, see whole tensors. _end runs after an error too: a pass that
-        # failed must not be taken for one that runs.
-        transformer = self.transformer
-        yield transformer.register_forward_pre_hook(self._begin, with_kwargs=True)
-        yield transformer.register_forward_hook(self._end, always_call=True, prepend=True)
-
     # ------------------------------------------------------------------ around the transformer
 
     @disable_in_compile("the ranks compare their arguments before a forward pass")
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         # Whole arguments come in: positions are made from frames, height and width of all tokens,
         # and embeddings of patches from whole latents. What has tokens is sharded where the plan
-        # says so, which for many classes is only at the first block.
+        # says so, which for many classes is only at the first block. In the pass of a step
+        # `arguments` are those of this rank's branch, and the ranks compare those of all branches.
         arguments, step = bind(self.transformer, args, kwargs), self._step
         name = type(self.transformer).__name__
         refuse_capture(name)
-        self._first = {} if self._is_known else dict(arguments)
+        self._first_arguments = {} if self._is_plan_proven else dict(arguments)  # kept until _end
         advice = "give every rank the same weights and batch, and noise from generators of one seed"
         call = f"a forward pass of {name} ({advice}),"
         self._restore_checkpoints()  # of a pass that was interrupted
         self._caches.release()
-        if self.state is not None and self._graphs is not None:  # so was this
+        if self.state is not None and self._graphs is not None:  # interrupted, too
             self._graphs.clear()
-        compared, mode = dict(arguments), Mode.GRADIENTS
+        compared, mode = dict(arguments), Mode.GRADIENTS  # a mode without any graph
         if len(step) > 1:
             compared = {f"branch {i}": call.arguments for i, call in enumerate(step)}
-        with same_on_all_ranks(self.mesh, call, compared, self._model, deferred=True) as values:
+        model = self._comparison
+        with same_on_all_ranks(self.mesh, call, compared, model, deferred=True) as values:
             self._caches = caches = self._check_unchanged()
             self._check_step(step)
             for each in [call.arguments for call in step] or [arguments]:
@@ -295,35 +302,30 @@ class ShardedTransformer:
             self._check_caches(caches, parts, step)
             self._parts = parts
             compared["parts of the mesh"], compared["caches"] = parts.degree, caches.text
-            # What may leave out attentions by itself: arguments that are absent, and plain ones.
-            self._kind = ", ".join(sorted(f"{k} {_plain(x)}" for k, x in arguments.items()))
-            self._kind += f", compiled {self._compiled_parts()}"  # whose attentions are not counted
-            samples = "some samples of the batch"
+            # Arguments that are absent, and plain ones, may make a pass leave out attentions.
+            self._pass_kind = ", ".join(sorted(f"{k} {_plain(x)}" for k, x in arguments.items()))
+            self._pass_kind += f", compiled {self._compiled_parts()}"
+            share = "some samples of the batch"  # of this part of the mesh, whose ranks compare it
             if len(step) > 1:
-                inputs, samples = arguments, f"branch {parts.index} of a step"
+                inputs, share = arguments, f"branch {parts.index} of a step"
             else:
                 inputs = parts.split(name, arguments, self._plan)
             inputs = {k: x for k, x in inputs.items() if k not in self._plan.all_real}
             if self._graphs is not None:
                 mode, text = self._graphs.choose(inputs, parts.mesh)
                 if len(step) > 1:  # texts of other lengths make passes of other kinds
-                    samples += f", {text}"
+                    share += f", {text}"
                 else:
                     compared["the pass is"] = text
         with self._declared_to_ranks():
-            return (), self._begin_pass(name, values, mode, inputs, samples)
+            return (), self._begin_pass(name, values, mode, inputs, share)
 
     def _begin_pass(
-        self,
-        name: str,
-        values: ValuesComparison,
-        mode: Mode,
-        inputs: dict[str, Any],
-        samples: str,
+        self, name: str, values: ValuesComparison, mode: Mode, inputs: dict[str, Any], share: str
     ) -> dict[str, Any]:
         parts = self._parts
         if parts.degree > 1:  # attention is compared in a part of the mesh
-            parts.mesh.agree(f"a forward pass of {name}, {samples}")
+            parts.mesh.agree(f"a forward pass of {name}, {share}")
         # Both branches in a batch are one decision; calls of their own have one each.
         self._caches.decide_on(parts.mesh if len(self._step) > 1 else self.mesh)
         tokens = frozenset(self._plan.tokens.values())
@@ -339,6 +341,7 @@ class ShardedTransformer:
 
     @contextmanager
     def _declared_to_ranks(self) -> Iterator[None]:
+        # An error in the body is declared to the ranks of the part and of the mesh; no collective.
         name = type(self.transformer).__name__
         part, whole = self._parts.mesh.consistency, self.mesh.consistency
         with whole.forward_pass_of(name), part.forward_pass_of(name):
@@ -346,43 +349,44 @@ class ShardedTransformer:
 
     @disable_in_compile("a forward pass ends")
     def _end(self, _: nn.Module, __: Any, out: Any) -> Any:
-        state, self.state = self.state, None  # out is None where the pass has raised
-        self._noise.end()  # of a dropout that has
+        # Returns the outputs whole, of all samples; collective. `out` is None if the pass raised.
+        state, self.state = self.state, None
+        name, error = type(self.transformer).__name__, cast(Any, sys.exc_info()[1])
+        self._noise.end()  # of a dropout that has raised
         self._restore_checkpoints()
         self._caches.release()
         if out is None and self._graphs is not None:
             self._graphs.clear()  # of all ranks: one may have none, or have begun an exchange
-        problem: Any = sys.exc_info()[1]
-        if out is None and problem is not None and not self._is_known:
-            problem.add_note(NO_PLAN.format(type(self.transformer).__name__))
+        if out is None and error is not None and not self._is_plan_proven:
+            error.add_note(NO_PLAN.format(name))
         if out is None:
             # A pass that was refused before it began has no state, and its ranks may have chosen
             # different parts of the mesh: they have left none of them.
             for mesh in (self.mesh,) if state is None else (self._parts.mesh, self.mesh):
-                name = type(self.transformer).__name__
-                mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
+                mesh.consistency.leave_forward_pass(name, error)
             return None
         with self._declared_to_ranks():
             if state is not None:
                 state.values.finish()
-                self._model.end_of_forward()
-            if state is not None and not state.joined:
-                raise UnsupportedAttentionError(
-                    f"{type(self.transformer).__name__} has not called {self._plan.joined}, whose "
-                    "output its plan joins: what it returns is a shard"
-                )
-            if state is not None and not torch.is_grad_enabled():
-                self._check_attended(state)
-            if state is not None and torch.is_grad_enabled():
-                out = tree_map_only(Tensor, state.output, out)
+                self._comparison.end_of_forward()
+                if not state.joined:
+                    raise UnsupportedAttentionError(
+                        f"{name} has not called {self._plan.joined}, whose output its plan joins: "
+                        "what it returns is a shard"
+                    )
+                if torch.is_grad_enabled():
+                    out = tree_map_only(Tensor, state.output, out)
+                else:
+                    self._check_attended(state)
             joined = self._parts.join(out, self.mesh)
-            if not self._is_known:
+            if not self._is_plan_proven:
                 self._compare_first_pass(joined)
             return joined
 
     def _compare_first_pass(self, out: Any) -> None:
-        """Compute the pass as one process does, and compare. Collective."""
-        arguments, self._first = self._first, {}
+        """Compute the pass again as one process does, on each rank, and compare ``out``, the whole
+        outputs of the mesh. Collective; UnsupportedAttentionError on every rank."""
+        arguments, self._first_arguments = self._first_arguments, {}
         name = type(self.transformer).__name__
         with self.mesh.agreeing(f"the first pass of {name}"):
             if self._caches:
@@ -397,12 +401,12 @@ class ShardedTransformer:
             finally:
                 self.install()
             check_first_pass(name, out, want)
-        self._is_known = True
+        self._is_plan_proven = True
 
     # ------------------------------------------------------------------ calls of a step
 
     @contextmanager
-    def _run(self, calls: Sequence[WaitingCall]) -> Iterator[None]:
+    def _as_pass_of(self, calls: Sequence[WaitingCall]) -> Iterator[None]:
         """Run the body as the pass of calls that have waited: of a step, or a single one."""
         self._step = tuple(calls)
         try:
@@ -410,16 +414,18 @@ class ShardedTransformer:
         finally:
             self._step = ()
 
-    def _note(self) -> tuple[object, Exception | None]:
+    def _state_and_problem(self) -> tuple[object, Exception | None]:
+        # Of the model now, and what refuses a call now: `WaitingCall` keeps both for _check_step.
         try:
             check_transformer(self.transformer)
             check_compiled(self.transformer, f"cfg_degree={self._branches.degree}")
         except USPError as problem:
-            return self._model.state(), problem
-        return self._model.state(), None
+            return self._comparison.state(), problem
+        return self._comparison.state(), None
 
     def _check_step(self, step: Sequence[WaitingCall]) -> None:
-        name, state = type(self.transformer).__name__, self._model.state() if step else None
+        # The calls run only now, and must compute what they would have when they came.
+        name, state = type(self.transformer).__name__, self._comparison.state() if step else None
         for call in step:
             if call.problem is not None:
                 raise call.problem
@@ -431,10 +437,12 @@ class ShardedTransformer:
                 )
 
     def _parts_of(self, arguments: dict[str, Any]) -> Branches:
-        """Return what computes a batch's samples: the branches' parts of the mesh, or all of it."""
+        """Return the parts that compute a call by itself: those of the branches if its batch has
+        them, else the mesh as one part. UnsupportedAttentionError where neither can."""
         name, degree = type(self.transformer).__name__, self._branches.degree
         parts = self._branches.of_batch(name, arguments, self._plan, self.mesh)
-        if parts is not self._branches and self._calls is not None and not self._calls.is_called:
+        calls = self._branch_calls
+        if parts is not self._branches and calls is not None and not calls.is_called:
             raise UnsupportedAttentionError(
                 f"{name}.compile() after enable takes the place of what lets the calls of a step "
                 f"wait for each other with cfg_degree={degree}: use compile_repeated_blocks()"
@@ -446,6 +454,7 @@ class ShardedTransformer:
         return parts
 
     def _compiled_parts(self) -> int:
+        # How many of the transformer and its blocks are compiled: their attentions are not counted.
         blocks = {path.rpartition(".")[0] for path in self._plan.attention}
         modules = [x for path in blocks for x in modules_at(self.transformer, path)]
         calls = [vars(x).get("_compiled_call_impl") for x in (*modules, self.transformer)]
@@ -457,10 +466,10 @@ class ShardedTransformer:
         # A cache of another package may have wrapped blocks in any way, but blocks that it skips do
         # not attend. It decides by this rank's tokens: where ranks decide otherwise, the
         # comparison in attention raises, and where they agree, one process might have not.
-        max_attended = max(self._attended.get(self._kind, 0), state.attended)
-        if len(self._attended) >= _KINDS:  # a plain number that is another one in each step
-            self._attended.clear()
-        self._attended[self._kind] = max_attended
+        max_attended = max(self._max_attended.get(self._pass_kind, 0), state.attended)
+        if len(self._max_attended) >= _MAX_PASS_KINDS:  # as of a number that each step changes
+            self._max_attended.clear()
+        self._max_attended[self._pass_kind] = max_attended
         fewer_expected = self._caches or self._options.step_cache or self._graphs is not None
         if state.joined and state.attended < max_attended and not fewer_expected:
             raise UnsupportedAttentionError(
@@ -473,21 +482,21 @@ class ShardedTransformer:
 
     def _check_caches(self, caches: Caches, parts: Branches, step: Sequence[WaitingCall]) -> None:
         splits_branches = len(step) > 1
+        splits_samples = parts.degree > 1 and not splits_branches
         divided = parts.degree, splits_branches
-        contexts = [call.context for call in step]
-        caches.check(
-            splits_branches, parts.degree > 1 and not splits_branches, None not in contexts
-        )
+        has_context = all(call.context is not None for call in step)
+        caches.check(splits_branches, splits_samples, has_context)
         caches.check_same_parts(self._divided in (None, divided))
         self._divided = divided
 
     def _check_unchanged(self) -> Caches:
         # Attention of a new module would not be sharded, and would compute with a shard as if it
-        # were all tokens. Others that the plan names, as LoRA and quantization wrap and replace
-        # them, have their hooks by its paths: those on the old module may run within the new one.
+        # were all tokens: refused. Other modules of the plan, as LoRA and quantization wrap and
+        # replace them, are hooked anew: hooks on an old module may run within the new one.
         caches = check_transformer(self.transformer)
         name = type(self.transformer).__name__
-        if not _same(self._attention_modules(), [module for module, *_ in self._processors]):
+        attention = [x for path in self._plan.attention for x in modules_at(self.transformer, path)]
+        if not _same(attention, [module for module, *_ in self._processors]):
             raise ConfigError(
                 f"modules of {name} were replaced since enable, as changed blocks do (attention, "
                 "or what is around it): disable(), change them, and enable again"
@@ -543,6 +552,7 @@ class ShardedTransformer:
     # ------------------------------------------------------------------ inside
 
     def _active(self, module: nn.Module) -> PassState:
+        # The state of the pass in which a hook of `module` runs.
         if self.state is None:
             raise ConfigError(
                 f"{type(module).__name__} of an enabled {type(self.transformer).__name__} runs "
@@ -552,10 +562,12 @@ class ShardedTransformer:
         return self.state
 
     def _is_apart(self) -> bool:
-        """Return whether a part is called by itself without gradients, and has what it is given,
-        all of it: Z-Image's ControlNet has the transformer's refiner."""
+        """Return whether a module is called outside of any pass and without gradients, with whole
+        tensors, so that hooks leave it alone: Z-Image's ControlNet calls a part of Z-Image."""
         return self.state is None and not torch.is_grad_enabled()
 
+    # `_register_inside` binds what comes before `module` in the hooks below. `change` edits the
+    # module's arguments, by their names, in place.
     @disable_in_compile("a module's arguments are counted, sharded or joined")
     def _change_inputs(
         self,
@@ -568,13 +580,14 @@ class ShardedTransformer:
             return None
         arguments = bind(module, args, kwargs)
         change(self._active(module), arguments)
-        # By position again where they were: a forward that was replaced may have other names.
+        # By position again where they were so: a forward that was replaced may have other names.
         names = parameters_of(module)[: len(args)]
         return tuple(arguments.pop(name) for name in names), arguments
 
     def _shard_inputs(
         self, entries: Mapping[str, Dims], again: bool, state: PassState, arguments: dict[str, Any]
     ) -> None:
+        # `again`: they are whole only in passes that have gathered them (`gathered_if` of a plan).
         if state.gathers or not again:
             _shard_named(state, arguments, entries)
 
@@ -629,6 +642,7 @@ class ShardedTransformer:
     def _take_mask(
         self, argument: str, order: tuple[Kind, ...], state: PassState, arguments: dict[str, Any]
     ) -> None:
+        # The pass reads the mask once, whole; the module gets none, or one without values.
         mask = arguments.get(argument)
         if mask is None:
             return
@@ -646,6 +660,7 @@ class ShardedTransformer:
     def _join(
         self, dims: tuple[TokenDim | None, ...], last: bool, module: nn.Module, _: Any, out: Any
     ) -> Any:
+        # Collective. `last`: an output of `plan.joins`, else of `plan.gathered`.
         if self._is_apart() or not (last or self._active(module).gathers):
             return out
         return _each(partial(self._join_one, self._active(module), last), out, dims)
@@ -671,11 +686,11 @@ def _count_last(counts: Mapping[str, Kind], state: PassState, arguments: dict[st
 
 
 def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> list[ShardedTransformer]:
-    """Leave a transformer that is sharded over another mesh than this as it was before; what has
-    sharded it. ConfigError for one of this mesh."""
-    owners = [getattr(x, "__self__", None) for x in transformer._forward_pre_hooks.values()]
-    others = [x for x in owners if isinstance(x, ShardedTransformer)]
-    for owner in others:
+    """Restore a transformer that is sharded over another mesh, and return what has sharded it, to
+    ``remove`` or ``install`` again. ConfigError for one of this mesh, or in a pass of it."""
+    hook_owners = [getattr(x, "__self__", None) for x in transformer._forward_pre_hooks.values()]
+    on_other_mesh = [x for x in hook_owners if isinstance(x, ShardedTransformer)]
+    for owner in on_other_mesh:
         if owner.mesh is mesh:
             raise ConfigError(
                 f"{type(transformer).__name__} is enabled on this mesh already: disable() it "
@@ -684,11 +699,11 @@ def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> list[Sharded
             )
         owner.check_idle()
         owner.restore()
-    return others
+    return on_other_mesh
 
 
 def _plain(value: Any) -> str:
-    """Return the plain values of an argument."""
+    """Return the plain values of an argument; nothing of tensors and other objects."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
     return str(value) if isinstance(value, (bool, int, float, str, type(None))) else ""
@@ -699,8 +714,8 @@ def _same(some: Sequence[nn.Module], others: Sequence[nn.Module]) -> bool:
 
 
 def _is_running(transformer: nn.Module) -> bool:
-    """Whether this thread is in a call of the transformer. A pass that Ctrl-C has ended is not,
-    though no hook came after it."""
+    """Return whether this thread is in ``forward`` of the transformer. It is not after Ctrl-C,
+    which may leave the pass's state as it was."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is transformer:
@@ -710,19 +725,22 @@ def _is_running(transformer: nn.Module) -> bool:
 
 
 def _shard_named(state: PassState, arguments: dict[str, Any], entries: Mapping[str, Dims]) -> None:
-    for named, token_dim in entries.items():
+    # In place. "" among the entries is the first argument, see `inputs` of `Plan`.
+    for named, dims in entries.items():
         name = named or next(iter(arguments))
         if name in arguments:
-            arguments[name] = _shard_value(state, arguments[name], token_dim, argument=True)
+            arguments[name] = _shard_value(state, arguments[name], dims, argument=True)
 
 
 def _each(change: Callable[[Any, Any], Any], out: Any, dims: Sequence[Dims]) -> Any:
+    # Outputs of a module: one tensor, or as many in a tuple or list as `dims` has entries.
     if isinstance(out, Tensor):
         return change(out, dims[0])
     return type(out)(change(x, token_dim) for x, token_dim in zip(out, dims, strict=True))
 
 
 def _shard_value(state: PassState, value: Any, dims: Dims, *, argument: bool = False) -> Any:
+    # `dims`: of all tensors in a tuple, list or dictionary; a tuple of them has one for each.
     if dims is None:
         return value
     if isinstance(value, Mapping):

@@ -89,44 +89,49 @@ def enable(
             mesh.
     """
     check_mesh(mesh)
-    with mesh.agreeing("enable") as words:
-        _check_version()
+    with mesh.agreeing("enable") as compared:
+        if not Version(OLDEST) <= Version(diffusers.__version__) < Version(BEFORE):
+            raise ConfigError(
+                f"diffusers {diffusers.__version__} is not served: install "
+                f"diffusers>={OLDEST},<{BEFORE} (Python 3.11 or newer)"
+            )
         options = Options(kernel, gradients, tuning, cuda_graphs, step_cache)
         transformers = _transformers_of(model_or_pipeline)
         plans = [plan or _plan_of(transformer) for transformer in transformers]
         names = ", ".join(type(x).__name__ for x in transformers)
-        words.append(f"{names} with {options}, cfg_degree {cfg_degree}")
-    # No rank leaves another mesh before all ask for the same; refused on the new one, transformers
-    # stay on the other: they must not compute whole batches on each rank without a word.
-    before: list[ShardedTransformer] = []
-    models = [ModelComparison(mesh, x) for x in transformers]
+        compared.append(f"{names} with {options}, cfg_degree {cfg_degree}")
+    # The checks need transformers as they were before any enable. If a rank refuses, those of
+    # another mesh are sharded over it again: they must not compute whole batches on each rank.
+    on_other_mesh: list[ShardedTransformer] = []
+    comparisons = [ModelComparison(mesh, x) for x in transformers]
     try:
-        with mesh.agreeing("enable") as words:
+        with mesh.agreeing("enable") as compared:
             for transformer, its_plan in zip(transformers, plans, strict=True):
-                before += leave_other_mesh(transformer, mesh)
-                caches = _check(transformer, its_plan, degrees_of_branch(mesh, cfg_degree)[0])
-                words += [caches] if caches else []
+                on_other_mesh += leave_other_mesh(transformer, mesh)
+                ulysses_degree, _ring_degree = degrees_of_branch(mesh, cfg_degree)
+                caches = _check(transformer, its_plan, ulysses_degree)
+                compared += [caches] if caches else []
                 if cuda_graphs:
                     check_graphs(mesh, tuning)
                     check_modules(transformer)
-        for transformer, model in zip(transformers, models, strict=True):
-            model.begin(f"enable {type(transformer).__name__}", "")
+        for transformer, comparison in zip(transformers, comparisons, strict=True):
+            comparison.begin(f"enable {type(transformer).__name__}", "")
     except Exception:
-        for sharded in before:
+        for sharded in on_other_mesh:
             sharded.install()
         raise
-    for sharded in before:
+    for sharded in on_other_mesh:
         sharded.remove()
     branches = branches_of(mesh, cfg_degree)
     enabled = EnabledTransformer(model_or_pipeline, mesh)
-    for transformer, its_plan, model in zip(transformers, plans, models, strict=True):
-        sharded = ShardedTransformer(transformer, mesh, branches, its_plan, options, model)
+    for transformer, its_plan, comparison in zip(transformers, plans, comparisons, strict=True):
+        sharded = ShardedTransformer(transformer, mesh, branches, its_plan, options, comparison)
         enabled._sharded.append(sharded)
     return enabled
 
 
 class EnabledTransformer(AbstractContextManager["EnabledTransformer"]):
-    """Holds what :func:`enable` has changed; as a context manager it is disabled at the end.
+    """Returned by :func:`enable`, whose changes it undoes, at the end of a ``with`` too.
 
     Attributes:
         model: the transformer, or the pipeline, that was given to :func:`enable`.
@@ -143,7 +148,7 @@ class EnabledTransformer(AbstractContextManager["EnabledTransformer"]):
         return tuple(sharded.transformer for sharded in self._sharded)
 
     def disable(self) -> None:
-        """Leave the transformers as they were; ConfigError within a forward pass."""
+        """Leave the transformers as they were; ConfigError within a forward pass. No collective."""
         for sharded in self._sharded:
             sharded.check_idle()
         for sharded in self._sharded:
@@ -152,15 +157,6 @@ class EnabledTransformer(AbstractContextManager["EnabledTransformer"]):
 
     def __exit__(self, *_: object) -> None:
         self.disable()
-
-
-def _check_version() -> None:
-    version = Version(diffusers.__version__)
-    if not Version(OLDEST) <= version < Version(BEFORE):
-        raise ConfigError(
-            f"diffusers {version} is not served: install diffusers>={OLDEST},<{BEFORE} "
-            "(Python 3.11 or newer)"
-        )
 
 
 def _transformers_of(model_or_pipeline: Any) -> list[ModelMixin]:
@@ -191,6 +187,7 @@ def _transformers_of(model_or_pipeline: Any) -> list[ModelMixin]:
 
 
 def _plan_of(transformer: ModelMixin) -> Plan:
+    # Own plans first: diffusers has its plans for some of these classes, too.
     name = type(transformer).__name__
     derived = None if name in (*PLANS, *WITHOUT_PLAN) else plan_of_diffusers(transformer)
     if derived is not None:
@@ -205,13 +202,13 @@ def _plan_of(transformer: ModelMixin) -> Plan:
     return PLANS[name]
 
 
-def _check(transformer: ModelMixin, plan: Plan, ulysses: int) -> str:
-    """The transformer's caches, which ranks compare."""
+def _check(transformer: ModelMixin, plan: Plan, ulysses_degree: int) -> str:
+    """Refuse what the plan cannot shard; returns the text of its caches, which ranks compare."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan={plan!r} must be a Plan, or None for one of {', '.join(PLANS)}")
     plan.check(transformer)
     caches = check_transformer(transformer)
-    check_attention(transformer, plan, ulysses)
+    check_attention(transformer, plan, ulysses_degree)
     for option, value in plan.refused.items():
         if transformer.config[option] == value:
             raise UnsupportedAttentionError(

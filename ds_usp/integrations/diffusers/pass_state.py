@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,6 @@ from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.geometry.joint import ContinuedLayout, JointLayout
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import Borders, MaskSpec
-from ds_usp.geometry.segments import Segment
 from ds_usp.integrations.diffusers.plans import Kind, Plan, TokenDim, Tokens, parameters_of
 from ds_usp.integrations.replicas import Reduction, ValuesComparison, check_reduction, join_shards
 from ds_usp.kernels.registry import AUTO, check_kernel_name
@@ -29,6 +28,7 @@ from ds_usp.training.whole_batch import real_tokens
 
 LAYOUT = "contiguous"
 _NEVER = -16384.0  # a power of two: exact in bf16, and its exp is 0
+# The kinds after which a kind's longer shards begin, see ContinuedLayout.
 _BEFORE: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
     {"text": ("image",), "reference": ("image", "text")}
 )
@@ -55,19 +55,19 @@ def mesh_attention(
     """:func:`usp_attention` of ``[b, s_local, h, d]``, in the dtype that torch's own would have.
 
     Args:
-        seq_lens: of the layouts, for a graph that serves others, see :func:`traced_attention`.
+        seq_lens: those of the layouts, on the CPU, with which a compiled graph serves layouts of
+            other lengths too (:func:`traced_attention`); None: it serves these alone.
     """
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     with torch.autocast(device, enabled=False):
-        traced = None
         if seq_lens is not None and torch.compiler.is_compiling():
             traced = traced_attention(q, k, v, options, seq_lens=seq_lens)
-        if traced is None:
-            return usp_attention(q, k, v, **options._asdict())
-        out, _lse = traced
-    return out
+            if traced is not None:
+                out, _lse = traced
+                return out
+        return usp_attention(q, k, v, **options._asdict())
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class AttentionCall:
     Args:
         lengths, kv_lengths: of this rank's shards of the queries and keys, in their order.
         options: of the attention, without its scale.
-        moved: tokens at the front that attention takes last: text, whose padding is at the end.
-        empty: the place in the order of a kind of which this rank has no token: what attends holds
-            a stand-in for one, which attention leaves out.
-        added: whether scores are given numbers of keys.
+        moved: how many tokens at the front attention takes last: text, whose padding is at the end.
+        empty: the index in ``lengths`` of a kind of which this rank has no token: processors hold
+            one that stands in for it, which attention leaves out; None: it has some of each.
+        added: whether scores are given numbers of tokens, those that :class:`PassState` has.
         seq_lens: of the layouts of queries and keys; None for a call that no graph can hold.
     """
 
@@ -100,8 +100,10 @@ class PassState:
     """Holds the tokens of one forward pass, and of its recomputation later.
 
     Args:
-        attentions: the tokens of each.
-        values: of its arguments, which the ranks may have still to compare.
+        name: of the transformer's class, for messages.
+        mesh: the ranks that compute the pass: of one part with ``cfg_degree``.
+        attentions: the tokens of each attention of the plan.
+        values: of its arguments, which ``ShardedTransformer`` has still to compare.
 
     Attributes:
         joined: whether an output was joined.
@@ -130,18 +132,20 @@ class PassState:
         self._layouts: dict[Kind, TokenLayout] = {}
         # Made once for all layers, and outside of compiled blocks.
         self._calls: dict[Tokens, AttentionCall] = {}
-        self._documents: tuple[Borders, ...] | None = None  # None: no mask was given yet
-        self._masked: frozenset[Kind] = frozenset()
-        # What scores are given: of each key, or the products of a query's and a key's.
+        # Borders of each sample of real tokens and padding; (): no padding, None: no mask yet.
+        self._documents: tuple[Borders, ...] | None = None
+        self._masked: frozenset[Kind] = frozenset()  # the tokens that the mask is of
+        # Numbers [b, s_local] of tokens, which are added to the scores of a key, or as the product
+        # of a query's and a key's.
         self._added: dict[Kind, Tensor] = {}
         self._products = False
 
     def layout(self, kind: Kind) -> TokenLayout:
-        """The layout of tokens.
+        """The layout of the pass's tokens of a kind, once a tensor has shown how many there are.
 
         Raises:
-            ConfigError: none of them was sharded before.
-            LayoutError: fewer tokens than ranks.
+            ConfigError: no tensor of them was sharded before.
+            LayoutError: fewer tokens than ranks, where each rank needs one.
         """
         if kind in self._layouts:
             return self._layouts[kind]
@@ -150,7 +154,8 @@ class PassState:
         length, ranks = self._lengths[kind], self._mesh.sp_degree
         # Shards are longer where those of what comes before, if that is known by now, are not.
         before = sum(self._lengths.get(earlier, 0) for earlier in _BEFORE.get(kind, ()))
-        # A rank may have no token of what attends and is attended to beside others alone.
+        # A rank may have no token of a kind that takes part only beside others. References do not
+        # count as others, as a pass may be without them.
         alone = any(
             kind in each and set(each) <= {kind, "reference"}
             for tokens in self._attentions
@@ -169,11 +174,12 @@ class PassState:
 
     def shard(self, x: Tensor, token_dim: TokenDim, *, argument: bool = False) -> Tensor:
         """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.
-        The first token where this rank has none of them, of fewer than there are ranks: processors
-        and kernels of modules need not take a tensor of no tokens.
+        With fewer tokens than ranks some get the first one, which stands in for none: modules need
+        not compute with a tensor of no tokens.
 
         Args:
-            argument: of a module, whose caller keeps the whole tensor while it runs.
+            argument: it is a module's argument, which the caller keeps while the module runs, else
+                an output.
 
         Raises:
             LayoutError: fewer tokens than ranks, or another number than elsewhere in this pass.
@@ -197,16 +203,17 @@ class PassState:
         layout = self.layout(token_dim.kind)
         if is_first:
             self._prepare_calls()
-        if argument and token_dim.dim == 1:  # not what is made for all samples, as rotations
+        if argument and token_dim.dim == 1:  # dim 0 is the batch; rotations have tokens there
             self._batch = len(x)
         rank = self._mesh.rank
         if not layout.length(rank):
             return x.narrow(token_dim.dim, 0, 1).clone()
         # A view of an argument costs no copy, as its caller keeps the whole tensor anyway. With
         # gradients backward would keep it; an output is copied, so that the whole tensor is freed.
-        if argument and not torch.is_grad_enabled():
-            view = _contiguous_view(x, token_dim.dim, layout.segments(rank))
-            if view is not None:
+        run, *others = layout.segments(rank)
+        if argument and not torch.is_grad_enabled() and not others and run.stride == 1:
+            view = x.narrow(token_dim.dim, run.start, run.length)
+            if view.is_contiguous():
                 return view
         return layout.shard(x, token_dim.dim, rank)
 
@@ -216,7 +223,7 @@ class PassState:
         return x.ndim > 2 or (may_be_flat and self._batch not in (None, len(x)))
 
     def join(self, x: Tensor, token_dim: TokenDim, last: bool = False) -> Tensor:
-        """The whole tensor on every rank, from the ranks' shards.
+        """The whole tensor on every rank, from the ranks' shards. Collective.
 
         Args:
             last: it is an output, or every rank computes all that the pass does with it.
@@ -228,15 +235,14 @@ class PassState:
         return join_shards(x, layout, self._mesh, token_dim.dim)
 
     def output(self, x: Tensor) -> Tensor:
-        """An output of the pass. Its gradient is divided where the ranks' gradients are summed:
-        those of what every rank computes with all tokens are equal, and those of shards are made
-        for a mean."""
+        """An output of the pass. All gradients come out for a mean over the ranks, see
+        :func:`join_shards`: where they are summed, the output's is divided by their number."""
         if self._options.gradients == "sum" and x.requires_grad:
             x.register_hook(lambda grad: grad / self._mesh.sp_degree)
         return x
 
     def count_last(self, number: int, kind: Kind) -> int:
-        """Return the number of the sequence's last ``number`` tokens that this rank has."""
+        """Return how many of the last ``number`` tokens of a kind this rank has."""
         layout = self.layout(kind)
         first = layout.seq_len - number
         segments = layout.segments(self._mesh.rank)
@@ -244,17 +250,19 @@ class PassState:
 
     def read_mask(self, mask: Tensor, order: tuple[Kind, ...], products: bool) -> None:
         """Take a mask of keys: of the whole text, of image and text, or of both in one sequence.
+        The first one of a pass counts, for all its attentions.
 
         Args:
-            mask: ``[b, ...]`` with one number for each key, not 0 for real tokens.
+            mask: ``[b, ...]`` with one number for each key of the whole sequence, 0 for padding; or
+                ``[b, 1, tokens, tokens]`` of segments, for keys of one kind.
             order: of the keys.
             products: one of floats is added to scores, see ``added_products`` of the plan.
 
         Raises:
-            UnsupportedAttentionError: other numbers than 0 and 1.
+            UnsupportedAttentionError: other numbers than 0 and 1, or no segments.
             LayoutError: a mask of another length.
         """
-        if self._documents is not None:  # of another layer, or a recomputation
+        if self._documents is not None:  # this is the mask of a later layer, or of a recomputation
             return
         if mask.is_floating_point() and products:
             lengths = [self.layout(kind).seq_len for kind in order]
@@ -290,10 +298,11 @@ class PassState:
         total = image + text
         padded = any(row.num < text for row in rows)
         is_last = all(row.is_prefix for row in rows)
-        apart = any(
+        # Padding at the end is a document. Else, and in cross-attention, its keys get _NEVER.
+        is_cross = any(
             x.keys != x.queries and not set(order).isdisjoint(x.keys) for x in self._attentions
         )
-        if padded and (apart or not is_last):
+        if padded and (is_cross or not is_last):
             zeros = keys.new_zeros((len(keys), image), dtype=torch.float32)
             added = (keys == 0) * _NEVER
             self._add({order[0]: added} if len(order) == 1 else {"image": zeros, "text": added})
@@ -302,12 +311,12 @@ class PassState:
         self._masked = frozenset(order)
         self._prepare_calls()
 
-    def _add(self, numbers: Mapping[Kind, Tensor]) -> None:
+    def _add(self, numbers: Mapping[Kind, Tensor]) -> None:  # [b, tokens], of all tokens
         rank = self._mesh.rank
         self._added = {kind: self.layout(kind).shard(x, 1, rank) for kind, x in numbers.items()}
 
     def _read_segments(self, mask: Tensor) -> None:
-        """Take ``[b, tokens, tokens]``, True for tokens of one segment: documents."""
+        """Take ``[b, tokens, tokens]``, True for tokens of one segment: segments are documents."""
         first = mask.to(torch.uint8).argmax(-1)  # of the segment of each token
         begins = (first == torch.arange(mask.shape[-1], device=first.device)).tolist()
         total = mask.shape[-1]
@@ -323,18 +332,20 @@ class PassState:
         self._documents = tuple((*row, total) for row in rows) if padded else ()
 
     def mask_without_values(self, mask: Tensor, order: tuple[Kind, ...]) -> Tensor:
+        """A mask ``[b, s_local]`` of this rank's text on ``meta``, see ``needs_mask`` of a plan."""
         kind = order[0] if len(order) == 1 else "text"
         text = max(1, self.layout(kind).length(self._mesh.rank))
         return torch.empty((mask.shape[0], text), dtype=mask.dtype, device="meta")
 
     def _prepare_calls(self) -> None:
-        # Of all attentions whose tokens are known by now: text may come after the image.
+        # Again for each kind and mask that comes: of all attentions whose tokens are known by then.
         for tokens in self._attentions:
             kinds = self._present((*tokens.queries, *tokens.keys))
             if kinds and all(kind in self._layouts for kind in kinds):
                 self._calls[tokens] = self._call(tokens)
 
     def _present(self, order: tuple[Kind, ...]) -> tuple[Kind, ...]:
+        # Without references in a pass that has none.
         return tuple(kind for kind in order if kind != "reference" or kind in self._lengths)
 
     def _call(self, tokens: Tokens) -> AttentionCall:
@@ -347,7 +358,7 @@ class PassState:
         empty = lengths.index(0) if 0 in lengths else None
         kv_layout = None if keys == order else self._attention_layout(keys, False)
         documents = self._documents_of(order) if kv_layout is None else ()
-        # Padding is at the end only if text is, of which this rank may have none.
+        # Padding is a document at the end: text in front is moved there, if this rank has any.
         is_moved = bool(documents) and order[0] == "text"
         moved = lengths[0] if is_moved else 0
         mask = MaskSpec.full(documents)
@@ -374,13 +385,13 @@ class PassState:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scale: float | None
     ) -> Tensor:
-        """Attention of this rank's tokens with all.
+        """Attention of this rank's tokens with all. Collective.
 
         Shapes:
-            q, k, v ``[b, s_local, h, d]``: this rank's shards, in the order given.
+            q, k, v ``[b, s_local, h, d]``: this rank's shards, in the orders of ``tokens``.
 
         Raises:
-            UnsupportedAttentionError: other tokens than these.
+            UnsupportedAttentionError: other numbers of tokens than this rank's.
         """
         if tokens not in self._calls:
             for kind in (*tokens.queries, *tokens.keys):
@@ -404,7 +415,7 @@ class PassState:
         scale: float | None,
     ) -> Tensor:
         if call.empty is not None:
-            row = sum(call.lengths[: call.empty])
+            row = sum(call.lengths[: call.empty])  # of the token that stands in for none
             q, k, v = (torch.cat([x[:, :row], x[:, row + 1 :]], 1) for x in (q, k, v))
         if q.shape[1] != sum(call.lengths) or k.shape[1] != sum(call.kv_lengths):
             each = zip(tokens, (call.lengths, call.kv_lengths), strict=True)
@@ -430,7 +441,7 @@ class PassState:
         _attend
     )
 
-    def _attention_layout(self, order: tuple[Kind, ...], moved: bool) -> TokenLayout:
+    def _attention_layout(self, order: tuple[Kind, ...], is_moved: bool) -> TokenLayout:
         # Without padding only the number of a rank's tokens matters: where these numbers are those
         # of one contiguous sequence it is taken, whose shards are exchanged in one piece.
         if len(order) == 1:
@@ -447,18 +458,18 @@ class PassState:
                 "and beside no mask of text: a plan that shards them in it"
             )
         image, text = self.layout("image"), self.layout("text")
-        front, continued = order[0] == "text" and not moved, isinstance(text, ContinuedLayout)
-        return JointLayout.of(image, text.seq_len, front, continued)
+        front = order[0] == "text" and not is_moved
+        return JointLayout.of(image, text.seq_len, front, isinstance(text, ContinuedLayout))
 
 
 def _with_products(
     q: Tensor, k: Tensor, query_numbers: Tensor, key_numbers: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose scores have the product of their tokens' numbers added: features more
-    of each head, of which kernels know no difference.
+    """Queries and keys ``[b, s_local, h, d + 8]`` whose scores have the product of their tokens'
+    numbers added, by further features of each head, which kernels need not know of.
 
     Shapes:
-        query_numbers, key_numbers: numbers ``[b, s_local]``.
+        query_numbers, key_numbers: ``[b, s_local]``.
     """
     features = key_numbers.new_zeros(*key_numbers.shape, 1, 8)  # head dims are multiples of 8
     features[..., :2] = key_numbers[..., None, None]
@@ -469,14 +480,6 @@ def _with_products(
     features[..., 1] -= features[..., 0].to(q.dtype)
     queries = features.to(q.dtype).expand(*q.shape[:-1], 8)
     return torch.cat([q, queries], -1), torch.cat([k, keys], -1)
-
-
-def _contiguous_view(x: Tensor, dim: int, segments: Sequence[Segment]) -> Tensor | None:
-    """The segments of a tensor as a contiguous view of it; None where there is none."""
-    if len(segments) != 1 or segments[0].stride != 1:
-        return None
-    view = x.narrow(dim, segments[0].start, segments[0].length)
-    return view if view.is_contiguous() else None
 
 
 ATTENTION_KWARGS = frozenset(
@@ -492,7 +495,7 @@ _ADVICE: Mapping[str, str] = {
 
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a module's forward pass by their names."""
+    """All arguments of a module's forward pass by their names, those by position first."""
     return {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
 
 

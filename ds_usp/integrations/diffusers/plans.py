@@ -15,12 +15,12 @@ from torch import nn
 from ds_usp.errors import ConfigError
 
 Kind = Literal["image", "text", "joint", "audio", "reference"]
-# Modules of attention that are given keys.
+# The names of attention's projections of keys and values.
 _KEYS = ("to_k", "to_v", "add_k_proj", "add_v_proj", "to_key", "to_value", "to_kv")
 
 
 class Tokens(NamedTuple):
-    """The tokens of an attention, in the order in which it has them."""
+    """The kinds of tokens of an attention's queries and of its keys, in their order along dim 1."""
 
     queries: tuple[Kind, ...]
     keys: tuple[Kind, ...]
@@ -156,7 +156,7 @@ class Plan:
 
     def order_of_mask(self, path: str) -> tuple[Kind, ...]:
         """The tokens of the keys that the mask at a module is of."""
-        orders = [self.attention[name] for name in self.attention if name.startswith(path)]
+        orders = [order for name, order in self.attention.items() if name.startswith(path)]
         return (orders or list(self.attention.values()))[0]
 
     @property
@@ -165,7 +165,7 @@ class Plan:
 
     def given_tokens(self, transformer: nn.Module) -> dict[nn.Module, bool]:
         """Return the modules whose inputs are this rank's tokens: blocks, what ``inputs`` and
-        ``joined`` name, and ``split``; with whether inputs of two dims may be tokens too."""
+        ``joined`` name, and ``split``; with True if its input may be ``[b * tokens, c]``."""
         blocks = [path.rpartition(".")[0] or path for path in self.attention]
         named = [path for path in (*blocks, *self.inputs, *self.also_joined, self.joined) if path]
         may_be_flat: dict[nn.Module, bool] = {}
@@ -179,7 +179,8 @@ class Plan:
         return {module: flat for module, flat in may_be_flat.items() if module not in whole}
 
     def check(self, transformer: ModelMixin) -> None:
-        """ConfigError for a module, an argument or an option that the transformer does not have."""
+        """ConfigError for a module, argument or option that the transformer does not have, and for
+        attention modules that are not in the plan."""
         named: dict[str, tuple[str, ...]] = {}
         taken = *self.inputs.items(), *self.whole_inputs.items(), *self.counts.items()
         for path, its_arguments in (*taken, *((path, (x,)) for path, x in self.masks.items())):
@@ -225,12 +226,13 @@ class Plan:
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """The names of a module's arguments, as its class has them."""
+    """The names of a module's arguments in order, of its class even if ``forward`` is replaced."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def modules_at(transformer: nn.Module, path: str, optional: bool = False) -> Iterator[nn.Module]:
-    """The modules that a plan's path names; ConfigError for a missing one that is not optional."""
+    """Yield the modules that a path of a :class:`Plan` names; ConfigError, when the first is asked
+    for, if there is none and it is not optional."""
     modules: list[Any] = [transformer]
     for part in path.split(".") if path else ():
         if part == "*":
@@ -284,6 +286,11 @@ def _with_audio(image: str, audio: str, to_image: str, to_audio: str) -> dict[st
     return {"attention": of_image | of_audio, "keys": {to_image: "audio", to_audio: "image"}}
 
 
+def _with_text(blocks: str) -> dict[str, Any]:
+    """Return the attention of the image to itself, ``attn1``, and that to whole text, ``attn2``."""
+    return {"attention": {f"{blocks}.attn1": ("image",)}, "local": (f"{blocks}.attn2",)}
+
+
 _FLUX = Plan(
     inputs={"": {**_JOINT, "img_ids": TokenDim("image", -2), "txt_ids": TokenDim("text", -2)}},
     attention={f"{_BLOCKS}.attn": ("text", "image"), f"{_SINGLE_BLOCKS}.attn": ("text", "image")},
@@ -301,8 +308,7 @@ _WAN = Plan(
         "blocks.0": {"hidden_states": _IMAGE},
     },
     outputs={"rope": (_IMAGE, _IMAGE)},
-    attention={"blocks.*.attn1": ("image",)},
-    local=("blocks.*.attn2",),
+    **_with_text("blocks.*"),
     whole=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_image"),
     shared_by_branches="hidden_states",
     split=("condition_embedder.time_embedder", "condition_embedder.time_proj"),
@@ -363,8 +369,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         "LTXVideoTransformer3DModel": Plan(
             inputs={"": {"hidden_states": _IMAGE, "timestep": TokenDim("image", 1, ndim=(2, 3))}},
             outputs={"rope": (_IMAGE, _IMAGE)},
-            attention={f"{_BLOCKS}.attn1": ("image",)},
-            local=(f"{_BLOCKS}.attn2",),
+            **_with_text(_BLOCKS),
             whole=(
                 *("encoder_hidden_states", "encoder_attention_mask", "num_frames", "height"),
                 *("width", "rope_interpolation_scale", "video_coords"),
@@ -391,8 +396,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         "PixArtTransformer2DModel": Plan(
             inputs={},
             outputs={"pos_embed": (_IMAGE,)},
-            attention={f"{_BLOCKS}.attn1": ("image",)},
-            local=(f"{_BLOCKS}.attn2",),
+            **_with_text(_BLOCKS),
             whole=(*_USUAL, "added_cond_kwargs", "encoder_attention_mask"),
         ),
         "ChromaTransformer2DModel": replace(
@@ -439,8 +443,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 "norm_out": {"embedded_timestep": _IMAGE_TIMESTEP, "temb": _IMAGE_TIMESTEP},
             },
             outputs={"rope": _IMAGE_ROWS, "learnable_pos_embed": (_IMAGE,)},
-            attention={f"{_BLOCKS}.attn1": ("image",)},
-            local=(f"{_BLOCKS}.attn2",),
+            **_with_text(_BLOCKS),
             whole=(*_USUAL, "attention_mask", "fps", "condition_mask", "padding_mask"),
             shared_by_branches="hidden_states",
         ),
@@ -696,8 +699,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "StableAudioDiTModel": Plan(
             inputs={"": {"rotary_embedding": _IMAGE_ROW}, _FIRST_BLOCK: _IMAGE_IN},
-            attention={f"{_BLOCKS}.attn1": ("image",)},
-            local=(f"{_BLOCKS}.attn2",),
+            **_with_text(_BLOCKS),
             whole=(*_USUAL, "global_hidden_states", "encoder_attention_mask"),
             unbatched=("rotary_embedding",),
         ),
@@ -747,8 +749,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         "HunyuanDiT2DModel": Plan(
             inputs={"": {"image_rotary_emb": _IMAGE_ROW, "controlnet_block_samples": _IMAGE}},
             outputs={"pos_embed": (_IMAGE,)},
-            attention={"blocks.*.attn1": ("image",)},
-            local=("blocks.*.attn2",),
+            **_with_text("blocks.*"),
             whole=(
                 *(*_USUAL, "text_embedding_mask", "encoder_hidden_states_t5"),
                 *("text_embedding_mask_t5", "image_meta_size", "style"),
@@ -767,8 +768,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         "LuminaNextDiT2DModel": Plan(
             inputs={},
             outputs={"patch_embedder": (_IMAGE, None, None, _IMAGE)},
-            attention={"layers.*.attn1": ("image",)},
-            local=("layers.*.attn2",),
+            **_with_text("layers.*"),
             masks={"layers.*": "attention_mask"},
             needs_mask=True,
             whole=(*_USUAL, "encoder_mask", "image_rotary_emb"),
@@ -788,8 +788,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 "": {"image_rotary_emb": (None, TokenDim("image", -1))},
                 _FIRST_BLOCK: _IMAGE_IN,
             },
-            attention={f"{_BLOCKS}.attn1": ("image",)},
-            local=(f"{_BLOCKS}.attn2",),
+            **_with_text(_BLOCKS),
             whole=(*_USUAL, "encoder_attention_mask"),
             unbatched=("image_rotary_emb",),
         ),
@@ -798,8 +797,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
                 "blocks.0": _IMAGE_IN,
                 "blocks.*": {"rotary_emb": TokenDim("image", 2), "temb": _IMAGE},
             },
-            attention={"blocks.*.attn1": ("image",)},
-            local=("blocks.*.attn2",),
+            **_with_text("blocks.*"),
             whole=(*_USUAL, "r_timestep", "encoder_hidden_states_image"),
             joined="blocks.-1",
             shared_by_branches="hidden_states",
@@ -815,8 +813,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         ),
         "DreamLiteTransformer2DModel": Plan(
             inputs={_FIRST_BLOCK: _IMAGE_IN},
-            attention={f"{_BLOCKS}.attn1": ("image",)},
-            local=(f"{_BLOCKS}.attn2",),
+            **_with_text(_BLOCKS),
             whole=(*_USUAL, "class_labels", "added_cond_kwargs", "encoder_attention_mask"),
             joined=_LAST_BLOCK,
         ),

@@ -23,7 +23,8 @@ from ds_usp.lowlevel import with_globals
 from ds_usp.memory.compile_guard import disable_in_compile
 
 _BACKEND = "_attention_backend"
-_MARK, _TOKENS, _TIMES = "_sharded_by_ds_usp", "_tokens_of_ds_usp", "_attends_of_ds_usp"
+# Attributes of a sharded processor: see the arguments of `sharded`, in this order.
+_OWNER, _TOKENS, _TIMES = "_sharded_by_ds_usp", "_tokens_of_ds_usp", "_attends_of_ds_usp"
 _SKIPPED = "all_perturbed"  # an argument of processors: they do not attend
 # Processors that attend to the tokens first, and then give each image token keys of their own, of
 # an IP-Adapter, which stay whole on every rank. SD3's gives both at once, and is refused.
@@ -31,13 +32,13 @@ _ADAPTED = frozenset({"FluxIPAdapterAttnProcessor"})
 
 
 class HoldsState(Protocol):
-    """Has the state of the forward pass that attention belongs to."""
+    """Has the state of the pass that attention belongs to; None outside: a ShardedTransformer."""
 
     state: PassState | None
 
 
 def check_processor(module: nn.Module) -> None:
-    """Refuse a processor whose attention cannot be sharded.
+    """Refuse the processor of an attention module if its attention cannot be sharded.
 
     Raises:
         ConfigError: it belongs to another enabled transformer.
@@ -46,7 +47,7 @@ def check_processor(module: nn.Module) -> None:
     """
     processor, cls = module.processor, cast(Any, type(module.processor))
     name = cls.__name__
-    if hasattr(processor, _MARK):
+    if hasattr(processor, _OWNER):
         raise ConfigError(
             f"{name} is that of another enabled transformer: give this one a processor of its own"
         )
@@ -72,7 +73,8 @@ def check_processor(module: nn.Module) -> None:
 
 
 def check_backend_of(processor: Any) -> None:
-    """Refuse a processor's own attention backend, or that of the process if it would take it."""
+    """Refuse a processor's own attention backend, or the process's, which it takes if it has none
+    and calls diffusers' dispatch; UnsupportedAttentionError but for ``native``."""
     backend, cls = getattr(processor, _BACKEND, None), type(processor)
     check_backend(cls.__name__, backend)
     call = getattr(cls.__call__, "__wrapped__", cls.__call__)
@@ -86,13 +88,13 @@ def sharded(processor: Any, tokens: Tokens, owner: HoldsState, times: int = 1) -
     """A copy of an attention processor whose attention runs over the mesh.
 
     Args:
-        tokens: of its queries and keys.
-        owner: holds the forward pass that runs; a copy of both has its own.
-        times: how often it attends in a call.
+        tokens: the kinds of its queries and keys.
+        owner: holds the forward pass that runs; ``copy.deepcopy`` of a model copies it, too.
+        times: how often it attends in a call, see ``twice`` of a plan.
     """
     cls: Any = type(processor)
     copied = _copy_as(processor, _sharded_class(cls))
-    setattr(copied, _MARK, owner)
+    setattr(copied, _OWNER, owner)
     setattr(copied, _TOKENS, tokens)
     setattr(copied, _TIMES, times)
     return copied
@@ -108,7 +110,7 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
 
     @functools.wraps(call)
     def sharded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state: PassState | None = getattr(self, _MARK).state
+        state: PassState | None = getattr(self, _OWNER).state
         if state is None and torch.is_grad_enabled():
             raise ConfigError(
                 f"{name} of an enabled transformer runs outside of a forward pass of it. Call the "
@@ -129,7 +131,7 @@ def _sharded_class(cls: type[Any]) -> type[Any]:
         # LTX-2's guidance by changed attention has tokens' own values in place of the output.
         if kwargs.get(_SKIPPED) is not None and kwargs[_SKIPPED] and not attention.calls:
             if not torch.compiler.is_compiling():
-                state.attended += 1  # as in the passes that skip none
+                state.attended += 1  # as `PassState.attend` counts in passes that skip none
             return out
         # No call: it attended within the shard, by something that was not replaced.
         if len(attention.calls) != (times := getattr(self, _TIMES)):
@@ -159,7 +161,7 @@ _DISPATCH = _DIFFUSERS_ATTENTION.__name__
 
 
 class MeshAttention:
-    """The attention of one call of the processor of class ``name``.
+    """The attention of one call of a processor, of the class ``name``, over the mesh.
 
     Attributes:
         calls: gets a value for each attention; a list, as Dynamo reads no attribute of a mode.
@@ -267,15 +269,16 @@ class ReplacedAttention:
 
     @classmethod
     def of(cls, call: object) -> ReplacedAttention | None:
-        """None for one that is not diffusers' own, or calls attention by other functions."""
+        """Made of a processor's ``__call__``; None for one that is not diffusers' own, or calls
+        attention by other functions: :class:`AttentionMode` serves it."""
         if not isinstance(call, FunctionType) or call.__module__.partition(".")[0] != "diffusers":
             return None
         by_name = _names_any(call, _TORCH_ATTENTION.__name__, _DISPATCH)
         return cls(call) if by_name and not _names_any(call, "super") else None
 
     def with_current_globals(self) -> Callable[..., Any] | None:
-        """The function with its module's globals of this moment; None where torch's or diffusers'
-        attention was patched, which it would leave out."""
+        """The function with its module's globals of this moment, for :func:`run_with`; None where
+        torch's or diffusers' attention was patched, which it would leave out."""
         if functional.scaled_dot_product_attention is not _TORCH_ATTENTION:
             return None
         names = self._call.__globals__

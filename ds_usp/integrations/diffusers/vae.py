@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -121,8 +121,7 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
             original = getattr(vae, name, None)
             if original is not None:
                 self._replaced[name] = vars(vae).get(name)
-                run = self._run_whole if name in ("encode", "decode") else self._run_tiled
-                setattr(vae, name, _Bound(run, name, original))
+                setattr(vae, name, _Bound(self, name, original))
 
     def disable(self) -> None:
         """Leave the VAE as it was."""
@@ -139,6 +138,7 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
 
     @disable_in_compile("ranks compare what they decode")
     def _run_whole(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # In place of encode and decode. Collective, whether or not the VAE tiles this image.
         call = f"{name} of {type(self.vae).__name__} (call it on every rank, with the same values),"
         with same_on_all_ranks(self.mesh, call, {"given": args, **kwargs}, self._model):
             check_tiles(self.vae)
@@ -155,26 +155,23 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
 
     @disable_in_compile("tiles are shared by ranks")
     def _run_tiled(self, _: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._tiles.is_noting:  # of frames, which calls that of heights and widths
+        if self._tiles.is_noting:  # within that of frames, which calls that of heights and widths
             return original(*args, **kwargs)
         with self._tiles.noting(self.vae):
             return original(*args, **kwargs)
 
 
 class _Bound:
-    """A method of an :class:`EnabledVAE` in the place of one of the VAE. Not a function of either:
-    ``copy.deepcopy`` of the VAE then takes along a copy of both."""
+    """Runs an :class:`EnabledVAE` in the place of a method of the VAE. It is no function, so that
+    ``copy.deepcopy`` of the VAE copies the :class:`EnabledVAE` too."""
 
-    def __init__(self, run: Callable[..., Any], name: str, original: Callable[..., Any]) -> None:
-        self._run, self._name, self._original = run, name, original
-
-    @property
-    def enabled(self) -> EnabledVAE:
-        owner: EnabledVAE = cast(Any, self._run).__self__
-        return owner
+    def __init__(self, enabled: EnabledVAE, name: str, original: Callable[..., Any]) -> None:
+        self.enabled, self._name, self._original = enabled, name, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._name, self._original, *args, **kwargs)
+        is_tiled = self._name in _TILED_FUNCTIONS
+        run = self.enabled._run_tiled if is_tiled else self.enabled._run_whole
+        return run(self._name, self._original, *args, **kwargs)
 
 
 def check_tiles(vae: Any) -> None:
@@ -199,8 +196,9 @@ def check_tiles(vae: Any) -> None:
             factor = getattr(vae, f"tile_overlap_factor_{axis}", None)
             factor = vae.tile_overlap_factor if factor is None else factor
             stride = int(sample * (1 - factor))
+            # What blending keeps of a tile, and from one tile to the next, in pixels and latents.
             kept, kept_latent = sample - int(sample * factor), latent - int(latent * factor)
-            step = int(latent * (1 - factor))  # in latents, as a stride is in pixels
+            step = int(latent * (1 - factor))
             fits = (ratio * latent, ratio * step, ratio * kept_latent) == (sample, kept, stride)
         if not fits or not (stride is None or 0 < stride <= sample):
             raise ConfigError(
@@ -221,13 +219,14 @@ class _Deferred:
 
     def __init__(self, tiles: _Tiles, chain: _Chain) -> None:
         self.tiles, self.chain = tiles, chain
+        # None until it is computed. Ends of chains then stay, on all ranks; others are freed.
         self.value: Tensor | None = None
 
     def materialize(self) -> Tensor:
         """The tensor; computes and exchanges all tiles if it has to. Collective then."""
         if self.value is None:
             self.tiles.compute()
-        if self.value is None:  # what another call has taken is not sent
+        if self.value is None:  # another noted call has taken it: only a chain's ends are sent
             raise UnsupportedAttentionError(
                 f"{self.tiles.name} uses a part of a tile outside of it: ranks cannot share its "
                 "tiles; disable()"
@@ -242,8 +241,8 @@ class _Deferred:
         if parts and all(type(x) is _Deferred and x.value is None for x in parts):
             chains = {id(x.chain) for x in parts}
             if len(chains) == 1:  # the frames of one tile
-                first = parts[0]
-                return first.tiles.note(torch.cat, 1, parts, (list(parts), *args[1:]), kwargs or {})
+                tiles, args = parts[0].tiles, (list(parts), *args[1:])
+                return tiles.note(torch.cat, 1, parts, args, kwargs or {})
         return function(*_materialized(args), **_materialized(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -270,8 +269,8 @@ class _View(_Deferred):
 
 
 def _materialized(value: Any) -> Any:
-    """Return ``value`` with tensors for outputs, and a list that has none as it is, since what is
-    called may write into it."""
+    """Return ``value`` with tensors in place of deferred outputs. A list without any is returned
+    itself, not copied: what is called may write into it."""
     if isinstance(value, _Deferred):
         return value.materialize()
     if isinstance(value, dict):
@@ -300,7 +299,8 @@ class _Chain:
 
     Attributes:
         size: elements that go into them, to which their time is proportional.
-        ends: outputs that no other call has taken, as they will be blended.
+        device: that of their tensors.
+        ends: outputs that no other call has taken, as they will be blended: these alone are sent.
     """
 
     def __init__(self) -> None:
@@ -309,15 +309,16 @@ class _Chain:
         self.ends: list[_Deferred] = []
 
     def run(self) -> None:
-        """Compute them; what the ends do not need is freed on the way."""
+        """Compute the ends on this rank; other outputs are freed after the last call that takes
+        them. No call is left."""
         outputs: set[_Deferred] = set()
         self.calls.reverse()
         while self.calls:
             call = self.calls.pop()
             call.run()
             outputs.update(call.outputs)
-            for later in outputs.difference(self.ends, *map(_deferred_in, self.calls)):
-                later.value = None
+            for unneeded in outputs.difference(self.ends, *map(_deferred_in, self.calls)):
+                unneeded.value = None
 
 
 def _deferred_in(call: _Call) -> Iterator[_Deferred]:
@@ -328,11 +329,11 @@ def _deferred_in(call: _Call) -> Iterator[_Deferred]:
 class _Noted:
     """A module whose calls are noted; QwenImage counts the convolutions inside."""
 
-    def __init__(self, tiles: _Tiles, module: Any, outputs: int) -> None:
-        self._tiles, self._module, self._outputs = tiles, module, outputs
+    def __init__(self, tiles: _Tiles, module: Any, num_outputs: int) -> None:
+        self._tiles, self._module, self._num_outputs = tiles, module, num_outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tiles.note(self._module, self._outputs, args, args, kwargs)
+        return self._tiles.note(self._module, self._num_outputs, args, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -344,17 +345,17 @@ class _Tiles:
     def __init__(self, mesh: SequenceMesh, name: str) -> None:
         self.mesh, self.name, self.is_noting = mesh, name, False
         self._chains: list[_Chain] = []
-        self._of_list: dict[int, _Chain] = {}
+        self._chain_of_list: dict[int, _Chain] = {}  # by id, of a list that a tile's calls share
 
     @contextmanager
     def noting(self, vae: Any) -> Iterator[None]:
-        """Calls of the VAE's modules in the body are noted."""
+        """Note the calls of the VAE's modules in the body; what is not computed then is dropped."""
         modules = {x: m for x in _MODULES if (m := getattr(vae, x, None)) is not None}
         # In the instance, where they are found before its modules: hooks, offloading and compiled
         # forwards of these run as ever, when they are called.
         for name, module in modules.items():
-            outputs = 1 if name == "quant_conv" else TILED[self.name]
-            vars(vae)[name] = _Noted(self, module, outputs)
+            num_outputs = 1 if name == "quant_conv" else TILED[self.name]
+            vars(vae)[name] = _Noted(self, module, num_outputs)
         self.is_noting = True
         try:
             yield
@@ -363,43 +364,45 @@ class _Tiles:
             for name in modules:
                 vars(vae).pop(name, None)
             self._chains.clear()
-            self._of_list.clear()
+            self._chain_of_list.clear()
 
     def note(
         self,
         function: Callable[..., Any],
-        outputs: int,
-        takes: Sequence[Any],
+        num_outputs: int,
+        taken: Sequence[Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Note a call and return what it will return.
+        """Note the call ``function(*args, **kwargs)``; returns a :class:`_Deferred` for its output,
+        or a tuple of them for several.
 
         Args:
-            takes: those of its arguments that nothing else needs then.
+            taken: tensors, outputs and lists in ``args``, which this call alone takes, so that they
+                are no ends of their tile any more.
         """
-        inputs = (*takes, *kwargs.values())
+        inputs = (*taken, *kwargs.values())
         lists = [x for x in inputs if isinstance(x, list)]
-        pending = [x.chain for x in inputs if isinstance(x, _Deferred) and x.value is None]
-        pending += [self._of_list[id(x)] for x in lists if id(x) in self._of_list]
-        if not pending:
-            pending = [_Chain()]
-            self._chains += pending
-        chain = pending[0]
-        self._of_list.update({id(x): chain for x in lists})
+        chains = [x.chain for x in inputs if isinstance(x, _Deferred) and x.value is None]
+        chains += [self._chain_of_list[id(x)] for x in lists if id(x) in self._chain_of_list]
+        if not chains:  # the first call of a tile
+            chains = [_Chain()]
+            self._chains += chains
+        chain = chains[0]
+        self._chain_of_list.update({id(x): chain for x in lists})
         for x in inputs:
             if isinstance(x, Tensor):
                 chain.size, chain.device = chain.size + x.numel(), x.device
         chain.ends = [x for x in chain.ends if not any(x is y for y in inputs)]
-        deferred = tuple(_Deferred(self, chain) for _ in range(outputs))
-        chain.ends.append(deferred[0])
+        deferred = tuple(_Deferred(self, chain) for _ in range(num_outputs))
+        chain.ends.append(deferred[0])  # a second one is a cache, which is not blended
         chain.calls.append(_Call(function, args, kwargs, deferred))
-        return deferred[0] if outputs == 1 else deferred
+        return deferred[0] if num_outputs == 1 else deferred
 
     def compute(self) -> None:
         """Compute this rank's share of the tiles, and give every rank all of them. Collective."""
-        chains, self._chains, self._of_list = self._chains, [], {}
-        if not chains:  # nothing is left, or a tile asks for a value while one rank computes it
+        chains, self._chains, self._chain_of_list = self._chains, [], {}
+        if not chains:  # all are computed, or a call of a tile reads a value while it is computed
             return
         owners = assign([chain.size for chain in chains], self.mesh.sp_degree)
         rank, group = self.mesh.rank, self.mesh.sp_group
@@ -412,12 +415,14 @@ class _Tiles:
                     chain.calls.clear()
         if group is not None:
             self._exchange(chains, owners, group)
-        for chain in chains:  # a tile that holds itself stays until Python collects cycles
+        for chain in chains:  # which its ends refer to: such a cycle would be freed late
             chain.ends.clear()
 
     def _exchange(
         self, chains: Sequence[_Chain], owners: Sequence[int], group: dist.ProcessGroup
     ) -> None:
+        # Broadcasts each chain's ends from the rank that has computed them. The others learn their
+        # shapes first: each rank gives those of its own chains, in the order of all chains.
         values = [x.value for chain in chains for x in chain.ends if x.value is not None]
         shapes = [(list(x.shape), str(x.dtype).removeprefix("torch.")) for x in values]
         rank_shapes = [iter(each) for each in gathered_values(self.mesh, shapes)]
@@ -448,7 +453,7 @@ def _draws_nothing(name: str, device: torch.device) -> Iterator[None]:
 
 
 def assign(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that computes each tile: the largest first, each to the rank that has least."""
+    """The rank that computes each tile, by size: the largest first, each to the one with least."""
     loads, owners = [0] * ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owner = loads.index(min(loads))
