@@ -93,10 +93,10 @@ class HeadAllToAll:
             return self._uniform.post_to_heads(tensors, self._all_to_all, overlapped=overlapped)
         ranks = range(self.mesh.ulysses_degree)
         if len(ranks) == 1:
-            local = []
+            views = []
             for x, ((first, stop),) in zip(tensors, self.ranges, strict=True):
-                local.append(x if stop - first == x.shape[2] else x[:, :, first:stop])
-            return PendingExchange(partial(tuple, local))
+                views.append(x if stop - first == x.shape[2] else x[:, :, first:stop])
+            return PendingExchange(partial(tuple, views))
         outs = []
         for x, layout, heads in zip(tensors, self.layouts, self.local_heads, strict=True):
             tokens = layout.ring_length(self.mesh.ring_rank)
@@ -281,8 +281,8 @@ class HeadAllToAll:
         for and from each Ulysses rank, which lie one after the other in the dense buffers."""
         to_peers = sum(sent) - sent[self.mesh.ulysses_rank]
         sent_bytes = to_peers * send_buffer.element_size()
-        others = self.mesh.other_nodes.get("ulysses", ())
-        between_nodes = sum(map(sent.__getitem__, others)) * send_buffer.element_size()
+        on_other_nodes = self.mesh.other_nodes.get("ulysses", ())
+        between_nodes = sum(map(sent.__getitem__, on_other_nodes)) * send_buffer.element_size()
         self.mesh.ledger.add("all_to_all", sent_bytes, between_nodes)
         flat, group = (recv_buffer.view(-1), send_buffer.view(-1)), self.mesh.ulysses_group
         with exchange_range("all_to_all", sent_bytes) if profiler_enabled() else NO_RANGE:

@@ -140,8 +140,8 @@ def mismatch_error(records: Sequence[CallRecord], earlier: Sequence[str] = ()) -
     errors = {rank: x for rank, x in by_rank.items() if x.kind in (Kind.ERROR, Kind.LEFT)}
     if errors:
         lines = [f"{name_ranks(group)}: {x.signature}" for x, group in _group_equal(errors)]
-        left = any(record.kind is Kind.LEFT for record in errors.values())
-        verb = "left alone" if left else "refused"
+        has_left = any(record.kind is Kind.LEFT for record in errors.values())
+        verb = "left alone" if has_left else "refused"
         header = f"the call is {verb} by ranks of the sequence-parallel group:"
         return MeshError("\n  ".join([header, *lines]), texts, layouts)
     groups = _group_equal(by_rank)

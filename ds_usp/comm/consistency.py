@@ -647,13 +647,13 @@ class ConsistencyChecker:
         calls = self._read.pop(seq, []) if self._read else []
         if error is None and data.count(data[0]) == len(data):
             return
-        difference, for_good, others = _difference(data, calls)
+        difference, for_good, unequal_calls = _difference(data, calls)
         if difference is not None and for_good:
             difference = self._fail(difference)
         raised = difference if error is None else error
         if raised is not None:
             self.ranks_know = True
-            if others:
+            if unequal_calls:
                 self._unread.clear()  # on every rank: it would be refused for these again
                 self._arriving.clear()
             elif calls:
@@ -664,17 +664,17 @@ class ConsistencyChecker:
         """Take the calls whose numbers are part of the record of the comparison that begins, and
         start the copies of those that are to leave the GPU (``read_after`` of :meth:`_compare`)."""
         calls: list[_Call] = []
-        before = self.number + 1 - read_after
-        leave = bool(self._unread) and self._unread[0].number <= before
-        arrived = bool(self._arriving) and self._arriving[0][0].number <= before - read_after
+        copy_to, read_to = [self.number + 1 - times * read_after for times in (1, 2)]  # calls
+        copies = bool(self._unread) and self._unread[0].number <= copy_to
+        reads = bool(self._arriving) and self._arriving[0][0].number <= read_to
         # A wait for the GPU ends the capture of a CUDA graph: read after it, on every rank.
-        if not (leave or arrived) or torch.cuda.is_current_stream_capturing():
+        if not (copies or reads) or torch.cuda.is_current_stream_capturing():
             return calls
-        if leave:
+        if copies:
             SharedNumbers.copy_to_host([call.numbers for call in self._unread])
             self._arriving.append(self._unread)
             self._unread = []
-        while self._arriving and self._arriving[0][0].number <= before - read_after:
+        while self._arriving and self._arriving[0][0].number <= read_to:
             calls += self._arriving.popleft()
         return calls
 
@@ -742,16 +742,16 @@ def _name_numbers(
     texts = [record.signature.fields[-1] for record in records]
     if not calls or len(set(texts)) == 1 or not all(x.startswith(_EARLIER_FIELD) for x in texts):
         return records, []
-    checks = [text.removeprefix(_EARLIER_FIELD).split(" ")[1:] for text in texts]
+    checksums = [text.removeprefix(_EARLIER_FIELD).split(" ")[1:] for text in texts]
     tensors = [(call, f"{x} of call {call.number}") for call in calls for x in call.numbers.names]
-    columns = list[Any]()
-    if all(len(row) == len(tensors) for row in checks):  # else a record was too short for so many
-        columns = [x for x in zip(tensors, *checks, strict=True) if len(set(x[1:])) > 1]
+    columns = list[Any]()  # a tensor, and each rank's checksum of it
+    if all(len(x) == len(tensors) for x in checksums):  # else a record was too short for so many
+        columns = [x for x in zip(tensors, *checksums, strict=True) if len(set(x[1:])) > 1]
     if not columns:
         return records, list(calls[:_MAX_NAMED])
     named = list[CallRecord]()
     for rank, record in enumerate(records):
-        fields = [f"{name}, checksum: {row[rank]}" for (_, name), *row in columns[:_MAX_NAMED]]
+        fields = [f"{name}, checksum: {sums[rank]}" for (_, name), *sums in columns[:_MAX_NAMED]]
         signature = Signature((*record.signature.fields[:-1], *fields), record.signature.layouts)
         named.append(record._replace(signature=signature))
     return named, list(dict.fromkeys(call for (call, _), *_ in columns[:_MAX_NAMED]))
@@ -765,11 +765,11 @@ def _difference(
     exchange that others refuse; and which of ``calls``, whose digests the records have, differ."""
     if not data or data.count(data[0]) == len(data):
         return None, False, []
-    records, others = _name_numbers([CallRecord.decode(record) for record in data], calls)
+    records, unequal = _name_numbers([CallRecord.decode(record) for record in data], calls)
     kinds = {record.kind for record in records}
     aborts = {(x.aborted_passes, x.exchanges) for x in records if x.kind is not Kind.ERROR}
     if kinds == {Kind.LEFT} and len(aborts) == 1:
         return None, False, []
     deferred = any(record.deferred for record in records)
-    error = mismatch_error(records, [f"call {call.number}: {call.signature}" for call in others])
-    return error, deferred or Kind.LEFT in kinds or len(aborts) > 1, others
+    error = mismatch_error(records, [f"call {call.number}: {call.signature}" for call in unequal])
+    return error, deferred or Kind.LEFT in kinds or len(aborts) > 1, unequal

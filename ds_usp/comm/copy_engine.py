@@ -586,12 +586,12 @@ class CopyEngine:
         if not row_stride:
             copy_async(stream, target, address, math.prod(size) * itemsize)
             return
-        rows, batch, heads, dim = size
+        (rows, batch, heads, dim), (target_row, target_sample, *_) = size, stride
         for sample in range(batch):
             copy_2d_async(
                 stream,
-                target + sample * stride[1] * itemsize,
-                stride[0] * itemsize,
+                target + sample * target_sample * itemsize,
+                target_row * itemsize,
                 address + sample * (row_stride * itemsize // batch),
                 row_stride * itemsize,
                 heads * dim * itemsize,

@@ -387,8 +387,8 @@ class SequenceMesh:
         group, degree, order = group_of_device_mesh(device_mesh, ulysses_degree, order)
         mesh = cls.from_group(group, degree, order)
         if device_mesh.ndim == 2:
-            first, second = map(device_mesh.get_group, device_mesh.mesh_dim_names or ())
-            _meshes_over(first)[second] = mesh
+            outer, inner = map(device_mesh.get_group, device_mesh.mesh_dim_names or ())
+            _meshes_over(outer)[inner] = mesh  # where group_of_device_mesh looks for it
         return mesh
 
     @classmethod

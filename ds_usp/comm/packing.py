@@ -145,10 +145,10 @@ def pack_for_send(
         # What lies between this rank's own runs: every second pair of neighbouring bounds.
         between = pairwise((0, *chain.from_iterable([run[:2] for run in runs]), staging.shape[1]))
         gaps = [(start, stop) for start, stop in islice(between, 0, None, 2) if start < stop]
-        others = [x for x in (slice(piece), slice(piece + 1, None)) if len(staging[x])]
+        other_pieces = [x for x in (slice(piece), slice(piece + 1, None)) if len(staging[x])]
         for view, (source, _) in zip(split_features(staging, shapes), tensors, strict=True):
             if isinstance(source, torch.Tensor):  # a sum has no other pieces
-                for x in others:
+                for x in other_pieces:
                     strided_copy(view[x], source[x])
             for start, stop in gaps:
                 _write(view[piece, start:stop], source, piece, start)
