@@ -62,8 +62,8 @@ class PatchError(USPError):
 
 
 def warn_once(text: str, *, rank: int) -> None:
-    """Log a line as a warning of the logger ``ds_usp``, the first time that rank 0 of those that
-    pass it does."""
+    """Log a line as a warning of the logger ``ds_usp``, once a process, if ``rank`` is 0: the
+    caller's, among those that all know of it."""
     if rank == 0:
         _emit_once(text)
 

@@ -159,6 +159,7 @@ def initialize_deepspeed(
 
     Args:
         model: a plain module, or a ``PipelineModule`` if ``groups.stages`` is above 1.
+        optimizer: at ZeRO-0 it gets the hook of :func:`own_clipping`.
         config: DeepSpeed's configuration. Batch sizes per replica: leave out
             ``train_batch_size``, which DeepSpeed counts differently in each case.
 

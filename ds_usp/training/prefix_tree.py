@@ -116,7 +116,8 @@ class SharedPrefixes:
         """The tree's labels, and the sum of the weights with which rows count each of them.
 
         Shapes:
-            labels, weights: ``[n]`` of each row, the next token of each or -100; ``[tokens]`` out.
+            labels, weights: ``[n]`` of each row, the next token of each or -100; ``[tokens]`` out,
+            int64 and float64.
 
         Raises:
             DataError: rows with different labels for the same token: they are not the next tokens.

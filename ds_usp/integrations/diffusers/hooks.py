@@ -385,7 +385,7 @@ class ShardedTransformer:
 
     def _compare_first_pass(self, out: Any) -> None:
         """Compute the pass again as one process does, on each rank, and compare ``out``, the whole
-        outputs of the mesh. Collective; UnsupportedAttentionError on every rank."""
+        outputs of the mesh. Collective; an error on one rank raises on every rank."""
         arguments, self._first_arguments = self._first_arguments, {}
         name = type(self.transformer).__name__
         with self.mesh.agreeing(f"the first pass of {name}"):
