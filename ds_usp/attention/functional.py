@@ -417,18 +417,17 @@ def usp_joint_attention(
     combined = check_on_all_ranks(mesh, check, q, layout)
     call_number = mesh.consistency.number  # of this comparison; usp_attention makes its own
     joint_layout, _ = combined.layouts
+    order = slice(None, None, 1 if joint_front else -1)  # of (joint, main), as in the sequence
     pieces = [
-        (joint_layout.shard(joint_x, 1, mesh.rank), x)
+        (joint_layout.shard(joint_x, 1, mesh.rank), x)[order]
         for joint_x, x in ((joint_q, q), (joint_k, k), (joint_v, v))
     ]
-    joined = [torch.cat(pair if joint_front else pair[::-1], dim=1) for pair in pieces]
+    joined = [torch.cat(pair, dim=1) for pair in pieces]
     options = AttentionOptions(
         mesh, combined, mask, softmax_scale, dropout_p, kernel, False, tuning, scores
     )
     out: torch.Tensor = usp_attention(*joined, **options._asdict())
-    lengths = [piece.shape[1] for piece in (pieces[0] if joint_front else pieces[0][::-1])]
-    outs = out.split(lengths, dim=1)
-    joint_out, main = outs if joint_front else outs[::-1]
+    joint_out, main = out.split([piece.shape[1] for piece in pieces[0]], dim=1)[order]
     # Every rank takes every head: an all-gather, whose backward sums the ranks' gradients.
     every_head = ((0, out.shape[2]),) * mesh.sp_degree
     gather = HeadAllToAll(mesh.flat(), (ConcatenatedShards.of(joint_layout),), (every_head,))
@@ -438,7 +437,7 @@ def usp_joint_attention(
 
 
 def _validate(main: QKV, joint: QKV) -> int:
-    """The number of joint tokens; ConfigError if the joint tensors do not fit q, k and v."""
+    """The number of joint tokens, of all ranks; ConfigError if their tensors do not fit q, k, v."""
     if not all(isinstance(x, torch.Tensor) for x in (*main, *joint)):
         names = ", ".join(type(x).__name__ for x in (*main, *joint))
         raise ConfigError(f"q, k, v and the joint q, k, v must be tensors, got {names}")

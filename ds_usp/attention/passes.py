@@ -118,7 +118,7 @@ ChunkT = TypeVar("ChunkT", bound=ChunkState)
 #   RETURN_WAIT, LSE_WAIT                                   pending
 #
 # All of KV: kv, local_kv, received_kv, packed, kv_exchange. q, k, v and dout are views of what was
-# received, which forward lives on where the pass saves them.
+# received, which lives on after the forward pass where it saves them.
 # A buffer may go as soon as the current stream has read it (a result that was packed) or waited for
 # the exchange that uses it: what is allocated in its place is written by later work of the same
 # stream. So a chunk holds everything that is in flight for it, and drops it after the wait. dq, dk
@@ -273,7 +273,7 @@ class ForwardPass(Pass[ForwardChunk]):
         chunk.accumulator = OutputAccumulator(chunk.q, chunk.local_kv[1].shape[3])
 
     def slice_heads(self, chunk: ForwardChunk, instr: Instr) -> None:
-        """Take the chunk's heads where one Ulysses rank has all tokens: nothing is sent."""
+        """Take the chunk's heads where there is one Ulysses rank: nothing is sent."""
         if self.plan.single_shot:
             self._take_heads(chunk, self._qkv)
             return
@@ -321,7 +321,7 @@ class ForwardPass(Pass[ForwardChunk]):
         del chunk.result
 
     def store(self, chunk: ForwardChunk, instr: Instr) -> None:
-        """Write the chunk's output and log-sum-exp where one Ulysses rank has all tokens."""
+        """Write the chunk's output and log-sum-exp to the results, with one Ulysses rank."""
         out, lse = chunk.result
         del chunk.result
         if self.plan.single_shot:
@@ -431,6 +431,7 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.pending = DONE
 
     def _take_heads(self, chunk: BackwardChunk, tensors: Sequence[torch.Tensor]) -> None:
+        # Of shards q and out come before dout; k and v between, with the chunk that brings them.
         *shards, chunk.dout = tensors
         if shards:
             q, *kv, out = shards
@@ -446,8 +447,9 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.dkv = self._dkv[group]
 
     def slice_heads(self, chunk: BackwardChunk, instr: Instr) -> None:
-        """Take the chunk's heads where one Ulysses rank has all tokens: nothing is sent."""
+        """Take the chunk's heads where there is one Ulysses rank: nothing is sent."""
         if self.plan.single_shot:
+            # With one Ulysses rank shards are saved in every plan.
             self._take_heads(chunk, (*self._shards, self._out, self._dout))
             return
         self.post_heads(chunk, instr)
@@ -548,7 +550,7 @@ class BackwardPass(Pass[BackwardChunk]):
         del chunk.dq
 
     def store(self, chunk: BackwardChunk, instr: Instr) -> None:
-        """Write the chunk's dq, dk and dv where one Ulysses rank has all tokens."""
+        """Write the chunk's dq, dk and dv to the results, with one Ulysses rank."""
         sources = self._take_grads(chunk)
         if self.plan.single_shot:
             dq, dk, dv = sources

@@ -117,12 +117,12 @@ class Tuning:
         if gather == "auto":
             gather = size.flop > 0 and size.all_gathers_kv(chunks)
         use_copy_engines = self._resolve_copy_engines(q, mesh)
-        sizes = [split.chunk(chunks, index).keys[0] for index in range(chunks)]
+        kv_heads = [split.chunk(chunks, index).keys[0] for index in range(chunks)]
         positions = chunk_positions(
-            [end - begin for begin, end in sizes],
+            [stop - start for start, stop in kv_heads],
             launch_bound=use_copy_engines and is_launch_bound(size.flop),
         )
-        use_fused = (
+        use_fused = (  # besides copy engines, which calls with unequal shares take
             self.copies == "flashinfer"
             and chunks == q.shape[0] == 1
             and max(layout.seq_len, keys or 0) <= _MAX_FUSED_TOKENS

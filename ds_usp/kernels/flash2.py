@@ -27,8 +27,11 @@ _torch_backward = torch.ops.aten._flash_attention_backward
 
 
 class Flash2Kernel(VarlenKernel):
-    """Grouped heads, windows and bottom-right causal masks natively; shapes are those of
-    :class:`VarlenKernel`.
+    """Grouped heads, windows and bottom-right causal masks natively.
+
+    The base classes call :meth:`tile_forward` and :meth:`tile_backward`: of a tile, tensors are
+    ``[B, tokens, heads, D]`` and the log-sum-exp ``[B, H, rows]``; with ``lengths`` of all tiles of
+    a call, packed ``[N, heads, D]`` and ``[H, N]``.
 
     The library takes a window bound of as many tokens as there are keys or more as none, which is
     right as long as there are no more queries than keys.

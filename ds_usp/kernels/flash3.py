@@ -19,8 +19,12 @@ _COMMON_ARGS = ("q", "k", "v", "softcap", *SeqLengths._fields)
 
 
 class Flash3Kernel(VarlenKernel):
-    """Grouped heads, windows and bottom-right causal masks natively; shapes are those of
-    :class:`VarlenKernel`."""
+    """Grouped heads, windows and bottom-right causal masks natively.
+
+    The base classes call :meth:`tile_forward` and :meth:`tile_backward`: of a tile, tensors are
+    ``[B, tokens, heads, D]`` and the log-sum-exp ``[B, H, rows]``; with ``lengths`` of all tiles of
+    a call, packed ``[N, heads, D]`` and ``[H, N]``.
+    """
 
     name = "flash3"
     caps = KernelCaps(
