@@ -139,15 +139,6 @@ def resolve_ring_attention(
     return LocalAttention(mask, softmax_scale, dropout_p)
 
 
-def check_callable(local_attention: object) -> None:
-    """ConfigError for a local attention that cannot be called, as it is without a ring."""
-    if not callable(local_attention):
-        raise ConfigError(
-            f"local_attention={local_attention!r} is called without a ring, and must be a module "
-            "or function of q, k and v"
-        )
-
-
 def _check_unknown_module(module: torch.nn.Module, mask: MaskSpec, dropout_p: float) -> None:
     """Check arguments for an unknown module, which a ring never calls, against its attributes.
 

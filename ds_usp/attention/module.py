@@ -15,7 +15,6 @@ from ds_usp.attention.local_attention import (
     NO_ARGUMENTS,
     FrameworkArgumentChecks,
     LocalAttention,
-    check_callable,
     check_overrides,
     detect_local_attention,
     read_attributes,
@@ -204,7 +203,11 @@ class USPAttention(torch.nn.Module):
             check_tuning(tuning)
             if mesh.ring_degree == 1:
                 check_overrides(detect_local_attention(local_attention), *self._overrides)
-                check_callable(local_attention)
+                if not callable(local_attention):
+                    raise ConfigError(
+                        f"local_attention={local_attention!r} is called without a ring, and must "
+                        "be a module or function of q, k and v"
+                    )
                 return Signature(("a USPAttention",)), None
             return Signature(("a USPAttention",)), self._read_local_attention(mesh)
 
@@ -285,6 +288,7 @@ class USPAttention(torch.nn.Module):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
         attention, named = self._framework.attention, self._names_layout
+        # As _plan's signature begins: ranks that run the op and others that do not are equal.
         prefix = "\n".join((batch_dim_text(dim), *NO_ARGUMENTS.fields))
         options = self._options(attention, q.device)
         traced = traced_attention(q, k, v, options, self._number, named=named, prefix=prefix)

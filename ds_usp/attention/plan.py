@@ -269,7 +269,11 @@ def plan_call(
     checked again. Nothing is sent: in ``check_on_all_ranks`` the ranks compare the signature.
 
     Args:
+        q, k, v: ``[b, s, h, d]``, ``[b, t, g, d]``, ``[b, t, g, e]``, of this rank's tokens.
         recomputed: q, k and v are computed again for backward, as under ``keep_attention``.
+
+    Raises:
+        ConfigError, LayoutError, UnsupportedAttentionError: the call cannot be served.
     """
     tensors: tuple[object, ...] = q, k, v
     if not (

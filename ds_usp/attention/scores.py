@@ -53,7 +53,7 @@ class Scores:
 
     @property
     def plan_key(self) -> Hashable:
-        """All but the sinks' values: calls with equal keys share a plan."""
+        """All fields, but not the sinks' values: calls with equal keys share a plan."""
         x = self.sinks
         return self.softcap, None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
 

@@ -63,6 +63,7 @@ class HeadDims:
         return min([(native, native), *holding], key=sum)
 
 
+# flash4.py and cudnn.py have these versions too: they choose the row.
 _NOTE_FLASH4 = " (up to 256 on compute capability 9.x with flash-attn-4 4.0.0b36 or newer)"
 _NOTE_CUDNN = " (up to 256 on compute capability 9.x with cuDNN 9.19 or newer)"
 _MLA = frozenset({(192, 128)})

@@ -28,7 +28,7 @@ class KernelEntry:
     class_name: str
 
 
-# Best first: "auto" takes the first that can serve the request.
+# Best first: "auto" takes the first that can serve the request. settings.py has the names too.
 KERNELS = (
     KernelEntry("flash4", "ds_usp.kernels.flash4", "Flash4Kernel"),
     KernelEntry("flash3", "ds_usp.kernels.flash3", "Flash3Kernel"),
