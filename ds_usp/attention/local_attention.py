@@ -26,7 +26,7 @@ _SCALES = ("softmax_scale", "scale")
 _ADDITIVE_MINUS_INFINITY = -1e4  # what Megatron fills hidden pairs with
 _COMPARE_BLOCK = 1 << 22  # elements of a mask
 
-# What is read of a local attention, and of modules in it, to know what it computes.
+# What detectors read of a local attention, and of modules in it; read_attributes follows it.
 _READ: tuple[str, ...] = (*_CAUSAL, "softmax_scale", "norm_factor", "dropout_p", "window_size")
 _READ += ("attn_mask_type", "layer_number", "apply_query_key_layer_scaling", "alibi_slopes")
 _READ_INSIDE: tuple[tuple[str, str], ...] = (("drop", "p"), ("attention_dropout", "p"))
@@ -83,8 +83,7 @@ def detect_local_attention(module: Any) -> LocalAttention | None:
 
 def read_attributes(module: Any) -> list[object]:
     """The attributes that decide what a local attention computes; None for those it does not have.
-    Cheap enough for each call: one that changes after the first call counts from then on. What a
-    detector below reads is in ``_READ`` and ``_READ_INSIDE``."""
+    Cheap enough for each call: one that changes after the first call counts from then on."""
     attributes: Mapping[str, Any] = getattr(module, "__dict__", {})
     values = [attributes.get(name) for name in _READ]
     modules = attributes.get("_modules", {})
@@ -139,6 +138,11 @@ def resolve_ring_attention(
     return LocalAttention(mask, softmax_scale, dropout_p)
 
 
+def _is_causal(mask: MaskSpec) -> bool:
+    """Whether no query sees a later key, as flags of the names ``_CAUSAL`` say."""
+    return mask.right == 0 and has_only(mask, "left", "right", "documents")
+
+
 def _check_unknown_module(module: torch.nn.Module, mask: MaskSpec, dropout_p: float) -> None:
     """Check arguments for an unknown module, which a ring never calls, against its attributes.
 
@@ -162,7 +166,7 @@ def _check_unknown_module(module: torch.nn.Module, mask: MaskSpec, dropout_p: fl
         )
     for attribute in _CAUSAL:
         causal = getattr(module, attribute, None)
-        if isinstance(causal, bool) and causal != (mask.right == 0):
+        if isinstance(causal, bool) and causal != _is_causal(mask):
             raise ConfigError(
                 f"mask={mask} was given, but {name} has {attribute}={causal}. Give the mask that "
                 "it computes, or change the local attention"
@@ -207,8 +211,7 @@ def check_overrides(
 def _flash_self_attention(module: Any) -> LocalAttention:
     """``FlashSelfAttention`` of Megatron-DeepSpeed and of flash-attn: a window of -1 is an open
     side, and ``causal`` bounds the right side at 0."""
-    bounds = getattr(module, "window_size", (-1, -1))
-    left, right = (None if bound < 0 else bound for bound in bounds)
+    left, right = (None if x < 0 else x for x in getattr(module, "window_size", (-1, -1)))
     mask = MaskSpec(left, 0 if module.causal else right)
     dropout = getattr(module, "drop", None)
     dropout_p = module.dropout_p if dropout is None else dropout.p
@@ -332,9 +335,7 @@ class FrameworkArgumentChecks:
             key = "dense mask", attention.mask, attention.true_means_masked, seq_len
             fits = self._readings.of([value], key, lambda: self._is_mask(value, seq_len))
         elif name in _CAUSAL:
-            mask = attention.mask
-            causal = mask.right == 0 and has_only(mask, "left", "right", "documents")
-            fits = isinstance(value, bool) and value == causal
+            fits = isinstance(value, bool) and value == _is_causal(attention.mask)
         elif name in _SCALES:
             fits = isinstance(value, (int, float)) and math.isclose(value, scale, rel_tol=1e-9)
         elif name == "dropout_p":

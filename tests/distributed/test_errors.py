@@ -370,10 +370,12 @@ def own_forward() -> torch.nn.Module:
 
 ELSEWHERE = {"module": "my_model", "name": "FlashSelfAttention", "causal": True}
 FULL, WINDOW_BACK = MaskSpec.full(), {"window_size": (5, -1)}
+PREFIX = {"mask": MaskSpec(right=0, prefix=3), "dropout_p": 0.0}
 # Local attentions that a ring does not compute, what they are given, and numbers of the message.
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (nobody_knows, {}, {}, ("Identity", "ring 1")),
     (stand_in, ELSEWHERE, {}, ("FlashSelfAttention",)),
+    (stand_in, ELSEWHERE, PREFIX, ("prefix", "causal=True")),
     (own_forward, {}, {}, ("MyAttention",)),
     (flash_self_attention, {}, {"mask": FULL}, ("mask=full", "causal")),
     (core_attention, {}, {"softmax_scale": 0.3}, ("softmax_scale=0.3", "0.25")),
