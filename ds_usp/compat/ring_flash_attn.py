@@ -330,13 +330,13 @@ def llama3_flash_attn_prepare_cu_seqlens(
         ``cu_seqlens_q``, ``cu_seqlens_k``, the longest of each, and the slice of the keys.
 
     Raises:
-        ConfigError: no cumulative lengths, lengths that do not divide, or no rank of the group.
+        ConfigError: no cumulative lengths, no token, lengths that do not divide, or no such rank.
     """
     borders = list(_borders_in("llama3_flash_attn_prepare_cu_seqlens", cu_seqlens))
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank} must be one of 0 to {world_size - 1}, of world_size")
     tokens, rest = divmod(borders[-1], world_size)
-    if rest:
+    if rest or not tokens:
         raise ConfigError(
             f"cu_seqlens ends at {borders[-1]}, which {world_size} ranks do not divide: pad the "
             f"sequence by {world_size - rest} tokens, as a document of their own"

@@ -212,16 +212,16 @@ class _Changer(MetaPathFinder):
     """Finds the modules of ``_CHANGES`` where others find them, and changes them once loaded."""
 
     def __init__(self) -> None:
-        self._asks_others = False
+        self._asked_of_others: set[str] = set()  # names: threads may import several at once
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name not in _CHANGES or self._asks_others:
+        if name not in _CHANGES or name in self._asked_of_others:
             return None
-        self._asks_others = True
+        self._asked_of_others.add(name)
         try:
             spec = find_spec(name)
         finally:
-            self._asks_others = False
+            self._asked_of_others.discard(name)
         if spec is not None and spec.loader is not None:
             _change_when_loaded(spec.loader, _CHANGES[name])
         return spec

@@ -393,7 +393,8 @@ def test_what_is_not_exact_is_refused_on_every_rank(pool):
     assert isinstance(first["again"], PatchError)
     with pytest.raises(ConfigError, match="which 4 ranks do not divide"):
         ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 7, 14]), True, 0, 4)
-    for borders, rank, text in (([3, 16], 0, "begin with 0"), ([0, 16], 5, "one of 0 to 1")):
+    wrong = ([3, 16], 0, "begin with 0"), ([0, 16], 5, "one of 0 to 1"), ([0, 0], 0, "ends at 0")
+    for borders, rank, text in wrong:
         with pytest.raises(ConfigError, match=text):
             ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
                 torch.tensor(borders), True, rank, 2

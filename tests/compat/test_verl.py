@@ -177,6 +177,24 @@ def signatures(tree):
     return found
 
 
+TWO_AT_ONCE = """
+from types import SimpleNamespace
+from ds_usp.compat import verl
+
+changer, (first, second) = verl._Changer(), verl._CHANGES
+def find_spec(name):  # as another thread would, while this one looks for the first
+    inner = changer.find_spec(second, None) if name == first else "found"
+    return SimpleNamespace(loader=SimpleNamespace(exec_module=None), inner=inner)
+verl.find_spec = find_spec
+print(changer.find_spec(first, None).inner.inner)
+"""
+
+
+def test_modules_that_two_threads_import_at_once_are_both_changed():
+    ran = python("-c", TWO_AT_ONCE)
+    assert ran.stdout == "found\n", ran.stderr
+
+
 CONFIGS = """
 import pathlib, pickle, sys
 import verl
