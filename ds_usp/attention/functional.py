@@ -417,9 +417,9 @@ def usp_joint_attention(
     combined = check_on_all_ranks(mesh, check, q, layout)
     call_number = mesh.consistency.number  # of this comparison; usp_attention makes its own
     joint_layout, _ = combined.layouts
-    order = slice(None, None, 1 if joint_front else -1)  # of (joint, main), as in the sequence
+    step = 1 if joint_front else -1  # from (joint, main) to the order of the sequence, and back
     pieces = [
-        (joint_layout.shard(joint_x, 1, mesh.rank), x)[order]
+        (joint_layout.shard(joint_x, 1, mesh.rank), x)[::step]
         for joint_x, x in ((joint_q, q), (joint_k, k), (joint_v, v))
     ]
     joined = [torch.cat(pair, dim=1) for pair in pieces]
@@ -427,7 +427,7 @@ def usp_joint_attention(
         mesh, combined, mask, softmax_scale, dropout_p, kernel, False, tuning, scores
     )
     out: torch.Tensor = usp_attention(*joined, **options._asdict())
-    joint_out, main = out.split([piece.shape[1] for piece in pieces[0]], dim=1)[order]
+    joint_out, main = out.split([piece.shape[1] for piece in pieces[0]], dim=1)[::step]
     # Every rank takes every head: an all-gather, whose backward sums the ranks' gradients.
     every_head = ((0, out.shape[2]),) * mesh.sp_degree
     gather = HeadAllToAll(mesh.flat(), (ConcatenatedShards.of(joint_layout),), (every_head,))
