@@ -38,6 +38,7 @@ from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import attach, enable, replicate_batches, share_batches
 from ds_usp.integrations.transformers.model import find_enabled
 from ds_usp.integrations.transformers.run import main as run_unedited
+from ds_usp.integrations.transformers.trainer import _reads_tokens
 from ds_usp.integrations.transformers.whole_arguments import RowsAsTree
 from ds_usp.training import prepare_deepspeed
 
@@ -182,18 +183,72 @@ class OwnLoss(transformers.Trainer):
         return loss / kwargs["num_items_in_batch"]
 
 
-def run_own_loss(ctx: RankContext, split: Split = ALONE, **options: Any) -> Run:
+class Penalty(transformers.Trainer):
+    """Adds the mean of a value for each token, which the model returns beside its loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any):
+        loss, out = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss + out.logits.logsumexp(-1).square().mean()
+        return (loss, out) if return_outputs else loss
+
+
+class Focal(transformers.Trainer):
+    """Weighs the losses of tokens, from logits beside which it has given labels."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any):
+        out, labels = model(**inputs), inputs["labels"][:, 1:].flatten()
+        logits = out["logits"][:, :-1].flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        loss = ((1 - (-losses).exp()) * losses).sum() / (labels >= 0).sum()
+        return (loss, out) if return_outputs else loss
+
+
+class Logged(transformers.Trainer):
+    """Computes transformers' own loss."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def run_own_loss(
+    ctx: RankContext, split: Split = ALONE, kind: type = OwnLoss, **options: Any
+) -> Run:
     with restored_environment():
         replicas = ctx.world // (split.ulysses * split.ring)
         record = Record()
-        trainer = OwnLoss(
+        evaluate, packed = (options.pop(x, False) for x in ("evaluate", "packed"))
+        trainer = kind(
             tiny_model(),
             transformers.TrainingArguments(**arguments(split, replicas, **options)),
             train_dataset=Documents(),
-            data_collator=transformers.DataCollatorForSeq2Seq(tokenizer()),
+            eval_dataset=Documents(3) if evaluate else None,
+            data_collator=transformers.DataCollatorWithFlattening()
+            if packed
+            else transformers.DataCollatorForSeq2Seq(tokenizer()),
             callbacks=[record],
         )
-        return finish(ctx, trainer, split, record)
+        return finish(ctx, trainer, split, record, evaluate)
+
+
+@pytest.mark.parametrize("kind", [Penalty, Focal])
+def test_a_loss_of_values_per_token_is_that_of_one_process(pool, kind):
+    """Shards of a row of odd length have another mean than the row."""
+    options = {"kind": kind, "packed": True, "evaluate": True, "prediction_loss_only": True}
+    want = one_process(pool, run_own_loss, tuple(options.items()))
+    for split in (Split(2, 1), Split(1, 2)):
+        run = pool.run(run_own_loss, 2, split=split, micro=2, **options)[0]
+        assert run.losses == pytest.approx(want.losses, rel=1e-5)
+        for weight, wanted in zip(run.weights, want.weights, strict=True):
+            torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-6)
+        assert run.evaluation["eval_loss"] == pytest.approx(want.evaluation["eval_loss"], rel=1e-5)
+
+
+def test_what_reads_no_values_per_token_makes_no_whole_logits():
+    for kind, reads in ((transformers.Trainer, False), (Logged, False), (Focal, True)):
+        assert _reads_tokens(kind.__new__(kind)) is reads, kind
+    trainer = transformers.Trainer.__new__(transformers.Trainer)
+    trainer.compute_loss = lambda model, inputs, **_: model(**inputs)["logits"].mean()
+    assert _reads_tokens(trainer)
 
 
 @pytest.mark.parametrize(("world", "share"), [(2, 1.0), (4, 0.5)])

@@ -290,7 +290,7 @@ class ReplacedAttention:
             elif name == _DISPATCH:
                 if value is not _DIFFUSERS_ATTENTION:
                     return None
-                replaced[name] = _dispatch_attention
+                replaced[name] = lambda *args, **kw: _CURRENT.get().tokens_first(*args, **kw)
         return with_globals(self._call, {**names, **replaced})
 
 
@@ -310,10 +310,6 @@ def run_with(attention: MeshAttention, call: Callable[..., Any], *args: Any, **k
         return call(*args, **kwargs)
     finally:
         _CURRENT.reset(before)
-
-
-def _dispatch_attention(*args: Any, **kwargs: Any) -> Tensor:
-    return _CURRENT.get().tokens_first(*args, **kwargs)
 
 
 class _Functional(ModuleType):

@@ -402,7 +402,10 @@ def mask_of(mask: LayerMask, packing: Packing, seq_len: int, layer: str = "a lay
     if band.chunk is None:
         return replace(band.mask, documents=documents)
     # Chunks are counted from the start of each document: they are shorter documents.
-    chunked = tuple(_cut_documents(borders, band.chunk) for borders in documents or ((0, seq_len),))
+    chunked = tuple(
+        (*(i for a, b in pairwise(borders) for i in range(a, b, band.chunk)), borders[-1])
+        for borders in documents or ((0, seq_len),)
+    )
     return replace(band.mask, documents=chunked)
 
 
@@ -490,11 +493,6 @@ def _in_blocks(band: _Band, documents: tuple[Borders, ...], seq_len: int) -> Mas
                 f"sliding window of {band.max_block}: served are blocks that fit into the window"
             )
     return replace(band.mask, documents=rows, blocks=tuple(blocks))
-
-
-def _cut_documents(borders: Borders, chunk: int) -> Borders:
-    starts = [start for a, b in pairwise(borders) for start in range(a, b, chunk)]
-    return (*starts, borders[-1])
 
 
 @disable_in_compile("masks are read from functions, which torch.compile cannot trace")

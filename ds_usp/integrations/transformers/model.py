@@ -684,8 +684,8 @@ _LOG_PROBABILITIES = frozenset(
 _WHOLE = frozenset({f"{kind}_hidden_states" for kind in ("image", "video", "audio")})
 _WHOLE |= {"rope_deltas"}
 _ROUTERS = "router_logits"  # of each layer, rows and tokens in one dim
-_PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", _ROUTERS})
-_PER_TOKEN |= _LOG_PROBABILITIES
+PER_TOKEN = frozenset({"logits", "last_hidden_state", "hidden_states", _ROUTERS})
+PER_TOKEN |= _LOG_PROBABILITIES
 
 
 def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) -> None:
@@ -703,7 +703,7 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
         tensors = value if isinstance(value, tuple) else (value,)
         leading = (shape[0] * shape[1],) if key == _ROUTERS else shape
         ndim = 2 if key in {_ROUTERS, *_LOG_PROBABILITIES} else 3
-        has_tokens = key in _PER_TOKEN and all(
+        has_tokens = key in PER_TOKEN and all(
             x is None
             or (isinstance(x, Tensor) and x.ndim == ndim and x.shape[: len(leading)] == leading)
             for x in tensors
@@ -713,7 +713,7 @@ def check_outputs(out: Mapping[str, Any], model: str, shape: tuple[int, int]) ->
                 f"{model} returns {key}, which is not known to have a value for each of this "
                 f"rank's tokens {list(shape)} and may be computed from single tokens (as a pooled "
                 "output is from the first), which one rank has alone: use a model without it; "
-                f"{', '.join(sorted(_PER_TOKEN))} are served"
+                f"{', '.join(sorted(PER_TOKEN))} are served"
             )
 
 
@@ -733,7 +733,7 @@ def join_outputs(
         join_all: all of them, not only log-probabilities.
         drop_last: log-probabilities have none for the last token, whose label is not known.
     """
-    for key in [key for key in out if key in _PER_TOKEN and out[key] is not None]:
+    for key in [key for key in out if key in PER_TOKEN and out[key] is not None]:
         value = out[key]
         if key in _LOG_PROBABILITIES:
             out[key] = join(value)[:, :-1] if drop_last else join(value)
@@ -755,7 +755,7 @@ def rows_of_outputs(
         all_joined: all of them are, not only log-probabilities.
         router_factor: with which TRL's fused head adds the loss of routers.
     """
-    for key in [key for key in out if key in _PER_TOKEN and out[key] is not None]:
+    for key in [key for key in out if key in PER_TOKEN and out[key] is not None]:
         value = out[key]
         if key in _LOG_PROBABILITIES:
             row_values = rows.of_rows(value, rows.is_labeled)

@@ -52,18 +52,15 @@ def towers(model: PreTrainedModel) -> list[PreTrainedModel]:
 def _without_towers(module: nn.Module, model: PreTrainedModel) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
-        is_model = isinstance(child, PreTrainedModel) and not _is_text(child, model)
-        if not is_model or _holds_text(child, model):
+        if not isinstance(child, PreTrainedModel) or any(
+            isinstance(x, PreTrainedModel) and _is_text(x, model) for x in child.modules()
+        ):
             yield from _without_towers(child, model)
 
 
 # By the class of the configuration and not by the object, which some models copy, and users may.
 def _is_text(module: PreTrainedModel, model: PreTrainedModel) -> bool:
     return type(module.config) is type(model.config.get_text_config())
-
-
-def _holds_text(module: nn.Module, model: PreTrainedModel) -> bool:
-    return any(isinstance(x, PreTrainedModel) and _is_text(x, model) for x in module.modules())
 
 
 class ReplacedImplementation:

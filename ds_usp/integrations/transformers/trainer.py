@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from ds_usp.comm.mesh import SequenceMesh, check_mesh
 from ds_usp.comm.process_groups import all_gather_bytes
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.transformers.model import EnabledModel, enable, find_enabled
+from ds_usp.integrations.transformers.model import PER_TOKEN, EnabledModel, enable, find_enabled
 from ds_usp.integrations.transformers.refusals import find_model, needs_whole_head
 from ds_usp.integrations.transformers.replicated_accelerator import share_batches
 from ds_usp.integrations.transformers.rl import (
@@ -287,31 +287,42 @@ def _divide_by_loss_weights(trainer: Trainer) -> None:
 
 
 def _join_logits(trainer: Trainer) -> None:
-    """Let ``prediction_step`` return the logits of all tokens, where it returns any."""
-    step = trainer.prediction_step
+    """Join outputs per token where ``prediction_step`` returns them or the program reads them."""
+    own_loss = _reads_tokens(trainer)
 
-    def prediction_step(
-        model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, **kwargs: Any
-    ) -> Any:
-        # A callback may have disabled the model, and enabled it again since.
-        enabled = find_enabled(trainer.model, find_model(trainer.model))
-        if enabled is None or prediction_loss_only or makes_rollouts(trainer):
-            return step(model, inputs, prediction_loss_only, **kwargs)
-        with _whole_logits(enabled):
-            return step(model, inputs, prediction_loss_only, **kwargs)
+    def joined(step: Any) -> Any:
+        def call(model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            # A callback may have disabled the model, and enabled it again since.
+            enabled = find_enabled(trainer.model, find_model(trainer.model))
+            reads = own_loss or not any(args[:1])  # prediction_step: whether the loss is enough
+            if enabled is None or not reads or makes_rollouts(trainer):
+                return step(model, inputs, *args, **kwargs)
+            # Logits of all tokens are made in such a pass, so its head is not in chunks.
+            before = enabled._options
+            enabled._options = replace(before, logits="whole", loss_chunks=0)
+            try:
+                return step(model, inputs, *args, **kwargs)
+            finally:
+                enabled._options = before
 
-    trainer.prediction_step = prediction_step
+        return call
+
+    trainer.prediction_step = joined(trainer.prediction_step)
+    if own_loss:
+        trainer.training_step = joined(trainer.training_step)
 
 
-# Logits of all tokens are made in such a pass, so its head is not in chunks.
-@contextmanager
-def _whole_logits(enabled: EnabledModel) -> Iterator[None]:
-    before = enabled._options
-    enabled._options = replace(before, logits="whole", loss_chunks=0)
-    try:
-        yield
-    finally:
-        enabled._options = before
+def _reads_tokens(trainer: Trainer) -> bool:
+    """Whether a ``compute_loss`` or ``training_step`` that is not transformers' and not TRL's reads
+    outputs per token: beside labels it would get a shard of them."""
+    owners, names = (trainer, *type(trainer).__mro__), ("compute_loss", "training_step")
+    for function in (vars(x)[name] for x in owners for name in names if name in vars(x)):
+        code = getattr(function, "__code__", None)
+        used = {*code.co_names, *code.co_consts} if code else set()
+        is_theirs = str(getattr(function, "__module__", "")).startswith(("transformers.", "trl."))
+        if not is_theirs and (used & PER_TOKEN or not used & {"loss", "super"}):
+            return True
+    return False
 
 
 _PLAN = struct.Struct("qq")  # batches in a pass, replicas that the sampler deals out to
