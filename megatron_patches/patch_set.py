@@ -93,8 +93,8 @@ class PatchSet:
         Raises:
             PatchError: a script that does not match.
         """
-        done = {target.module.__name__ for target, _ in self._undo}
-        patches = (p for p in self.later if p.target.partition(":")[0] not in done)
+        changed = {target.module.__name__ for target, _ in self._undo}
+        patches = (p for p in self.later if p.target.partition(":")[0] not in changed)
         self._apply(patches, script=True)
 
     def verify_flag(self, flag: str) -> None:
@@ -111,7 +111,7 @@ class PatchSet:
         return tuple(bypass for bypass in self.bypassed if bypass.flag == flag)
 
     def _apply(self, candidates: Iterable[Patch], *, script: bool) -> None:
-        """Verify and apply patches; undo them all if one fails."""
+        """Verify and apply patches, of ``__main__`` or of modules; undo them all if one fails."""
         patches = tuple(patch for patch in candidates if patch.applies)
         if not self._unchecked:
             self.verify((*patches, *self._bypassed(script=script)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from megatron_patches.megatron_core.groups import RANK_ORDER, check_size
+from megatron_patches.megatron_core.groups import LAYOUT, RANK_ORDER, check_size
 from megatron_patches.megatron_core.recurrent_layers import ATTRIBUTE, LayerSharding, OneRank
 from megatron_patches.settings import MeshSettings
 
@@ -26,7 +26,6 @@ KEYWORDS: Mapping[str, str] = MappingProxyType(
         "levels": "hierarchical_context_parallel_sizes",
     }
 )
-LAYOUT = "context_parallel"  # megatron-core's own order of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class ContextParallel:
     def initialize_model_parallel(
         self, original: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
-        """Check the degrees, create megatron-core's groups, then the mesh. Collective.
+        """Check degrees, create megatron-core's groups, then the mesh. Collective over the world.
 
         Raises:
             ConfigError: degrees that do not multiply to the context-parallel size.
@@ -143,7 +142,7 @@ class ContextParallel:
         """``MambaMixer.__init__``, ``GatedDeltaNet.__init__``: the layer computes over the mesh.
 
         Args:
-            check: refuses a layer that cannot be served.
+            check: raises for a layer, complete but for its sharding, that cannot be served.
 
         Raises:
             MeshError: the mesh is not the context-parallel group of the configuration.
@@ -154,8 +153,8 @@ class ContextParallel:
         kwargs.pop("cp_comm_type", None)  # a transformer layer gives it to whatever attends
         bound = inspect.signature(original).bind(layer, config, *args, **kwargs)
         groups = bound.arguments["pg_collection"]
-        alone = bound.arguments["pg_collection"] = copy.copy(groups)
-        alone.cp = OneRank()
+        bound.arguments["pg_collection"] = one_rank_groups = copy.copy(groups)
+        one_rank_groups.cp = OneRank()
         original(*bound.args, **bound.kwargs)
         layer.pg_collection = groups
         mesh = self.mesh_over(getattr(groups, "cp", None))
@@ -170,9 +169,9 @@ class ContextParallel:
         """
         variant = config.experimental_attention_variant
         if self.settings and config.context_parallel_size > 1 and variant == "gated_delta_net":
-            alone = copy.copy(config)
-            alone.context_parallel_size = 1
-            original(alone)
+            one_rank_config = copy.copy(config)
+            one_rank_config.context_parallel_size = 1
+            original(one_rank_config)
             config.experimental_attention_variant = None
             original(config)
             config.experimental_attention_variant = variant
@@ -182,7 +181,7 @@ class ContextParallel:
     def rotary_shard(
         self, original: Callable[..., Tensor], frequencies: Tensor, dim: int, group: Any
     ) -> Tensor:
-        """``get_pos_emb_on_this_cp_rank``, in the order of tokens of the settings' layout."""
+        """``get_pos_emb_on_this_cp_rank``, of the whole sequence, in the settings' layout."""
         if self.settings is None or self.settings.layout == LAYOUT:
             return original(frequencies, dim, group)
         mesh, layout = self.mesh_over(group), self.settings.layout
@@ -197,17 +196,17 @@ class ContextParallel:
         has_axes = model.position_embedding_type == "mrope" and not config.multi_latent_attention
         if self.settings is None or not has_axes or ranks == 1:
             return original(model, *args, **kw)
-        given = inspect.signature(original).bind(model, *args, **kw).arguments
+        arguments = inspect.signature(original).bind(model, *args, **kw).arguments
         rotary = model.rotary_pos_emb
         group = rotary.cp_group
-        if getattr(given.get("packed_seq_params"), "qkv_format", None) == "thd":
+        if getattr(arguments.get("packed_seq_params"), "qkv_format", None) == "thd":
             rotary.cp_group = OneRank()  # each layer takes its tokens' frequencies of all
         try:
             inputs, *rest = original(model, *args, **kw)
         finally:
             rotary.cp_group = group
         tensor_parallel = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        tokens = given["position_ids"].shape[-1]
+        tokens = arguments["position_ids"].shape[-1]
         if inputs is not None and tokens != len(inputs) * tensor_parallel * ranks:
             raise UnsupportedAttentionError(
                 f"position_ids of M-RoPE are of {tokens} tokens, and the {ranks} context-parallel "
@@ -220,7 +219,7 @@ class ContextParallel:
         """The shared mesh of a group, with the Ulysses degree of the settings or of the program.
 
         Args:
-            group: of a layer or a model; None: it has none of its own.
+            group: of a layer or a model; None: megatron-core's context-parallel group.
         """
         from megatron.core import parallel_state
 
@@ -242,7 +241,7 @@ def check_degrees(
     names: Mapping[str, str] = KEYWORDS,
     **model: int,
 ) -> int:
-    """The Ulysses degree of context-parallel groups.
+    """The Ulysses degree of context-parallel groups, the same as ``mesh_over`` gives a mesh.
 
     Args:
         size: ranks of a group.

@@ -142,7 +142,7 @@ def check_dense_mask(
     rule: ds_usp.MaskSpec,
     layout: ds_usp.TokenLayout | str,
     mesh: ds_usp.SequenceMesh,
-    tokens: int,
+    local_tokens: int,
 ) -> None:
     """Refuse a dense mask that differs from the layer's ``rule``. Collective over the mesh.
 
@@ -150,7 +150,7 @@ def check_dense_mask(
 
     Args:
         layout: of the tokens, or the kind of one.
-        tokens: of this rank.
+        local_tokens: number of this rank's tokens, ``s_local``.
 
     Shapes:
         mask: ``[b or 1, 1, s_local, seq_len]``, True where a query must not look.
@@ -162,7 +162,7 @@ def check_dense_mask(
 
     def compare() -> None:
         with mesh.agreeing("a dense mask that equals the layer's rule"):
-            seq_len = tokens * mesh.sp_degree
+            seq_len = local_tokens * mesh.sp_degree
             token_layout = mesh.layout(layout, seq_len) if isinstance(layout, str) else layout
             if not _equals_rule(mask, rule, token_layout, mesh.rank):
                 raise UnsupportedAttentionError(
@@ -173,7 +173,7 @@ def check_dense_mask(
                 )
 
     tensors = [mask] if isinstance(mask, Tensor) else []
-    mesh.readings.of(tensors, ("dense mask", rule, layout, tokens), compare)
+    mesh.readings.of(tensors, ("dense mask", rule, layout, local_tokens), compare)
 
 
 def _equals_rule(mask: Any, rule: ds_usp.MaskSpec, layout: ds_usp.TokenLayout, rank: int) -> bool:
@@ -270,7 +270,7 @@ class USPCoreAttention(torch.nn.Module):
         """Attention over the whole sequence.
 
         Args:
-            attention_mask: None, or a dense mask that equals ``attn_mask_type``.
+            attention_mask: None, or a dense mask that equals the layer's rule.
             packed_seq_params: the documents of packed sequences (see :func:`packed_documents`).
 
         Shapes:

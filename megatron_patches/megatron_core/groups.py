@@ -1,4 +1,4 @@
-"""The mesh over megatron-core's context-parallel group."""
+"""Ranks and token order of megatron-core's context-parallel group."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ds_usp.errors import MeshError
 
 # As in hierarchical_context_parallel_sizes: the inner level is Ulysses.
 RANK_ORDER = "ulysses-ring"
+LAYOUT = "context_parallel"  # megatron-core's own order of tokens
 
 
 def check_size(config: Any, mesh: ds_usp.SequenceMesh) -> None:

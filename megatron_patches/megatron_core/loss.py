@@ -16,7 +16,8 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
-from megatron_patches.megatron_core.context_parallel import LAYOUT, ContextParallel
+from megatron_patches.megatron_core.context_parallel import ContextParallel
+from megatron_patches.megatron_core.groups import LAYOUT
 from megatron_patches.megatron_core.packed_documents import packed_documents
 
 
@@ -46,11 +47,11 @@ def forward_step_calc_loss(
 
 
 def _divided_by_all(loss_func: Callable[..., Any], mesh: ds_usp.SequenceMesh) -> Callable[..., Any]:
-    """The program's ``loss_func`` with the tokens of all ranks."""
+    """The program's ``loss_func``: its loss times the ranks, with the sum of their tokens."""
 
     def loss_of_all_ranks(output: Any, **kwargs: Any) -> Any:
         outputs = loss_func(output, **kwargs)
-        if kwargs or len(outputs) != 3:  # not a loss, or already a mean
+        if kwargs or len(outputs) != 3:  # non_loss_data=True, or already a mean
             return outputs
         loss, tokens, report = outputs
         tokens = tokens.to(loss.device, copy=True)
@@ -70,7 +71,7 @@ def roll_tensor(
     cp_group: dist.ProcessGroup | None = None,
     packed_seq_params: Any = None,
     *,
-    counts: bool,
+    uses_sum: bool,
     context_parallel: ContextParallel,
 ) -> tuple[Tensor, Tensor]:
     """``roll_tensor`` of multi-token prediction: every token's next one in its document, and the
@@ -82,7 +83,8 @@ def roll_tensor(
     sharded. The last token of a document and its padding become 0.
 
     Args:
-        counts: the sum is used. Adds one all-reduce of a scalar over the context-parallel group.
+        uses_sum: the caller uses the sum, as ``GPTModel`` does. If not, it may be this rank's own;
+            the multi-token layers, which drop it, save an all-reduce of a scalar.
 
     Shapes:
         tensor: ``[b, s_local]``, or ``[..., b, s_local]``.
@@ -92,7 +94,7 @@ def roll_tensor(
         return original(tensor, shifts, dims, cp_group, packed_seq_params)
     if packed_seq_params is None and settings.layout == LAYOUT:
         rolled, total = original(tensor, shifts, dims, cp_group)
-        if counts:
+        if uses_sum:
             dist.all_reduce(total, group=cp_group)
         return rolled, total / ranks
     mesh, tokens = context_parallel.mesh_over(cp_group), tensor.movedim(dims, 0)

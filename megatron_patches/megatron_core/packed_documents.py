@@ -12,8 +12,8 @@ from torch import Tensor
 
 import ds_usp
 from ds_usp.errors import UnsupportedAttentionError
+from megatron_patches.megatron_core.groups import LAYOUT
 
-_LAYOUT = "context_parallel"
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
@@ -37,7 +37,7 @@ def packed_documents(
     rule: ds_usp.MaskSpec,
     layout: ds_usp.TokenLayout | str,
     mesh: ds_usp.SequenceMesh,
-    query: Tensor,
+    tokens: Tensor,
 ) -> PackedDocuments:
     """The documents of a batch, read from the device once in a forward pass.
 
@@ -48,7 +48,7 @@ def packed_documents(
 
     Args:
         layout: of the layer.
-        query: ``[s_local, ...]``.
+        tokens: ``[s_local, ...]``, read for its length and device alone.
 
     Raises:
         UnsupportedAttentionError: another format, other documents of keys than of queries, offsets
@@ -57,11 +57,11 @@ def packed_documents(
     """
     offsets = [getattr(params, name, None) for name in _OFFSETS]
     names = [name for name, x in zip(_OFFSETS, offsets, strict=True) if x is not None]
-    key = (*names, params.qkv_format, rule, layout, query.shape[0], query.device)
+    key = (*names, params.qkv_format, rule, layout, tokens.shape[0], tokens.device)
     return mesh.readings.of(
         [x for x in offsets if x is not None],
         key,
-        lambda: _read(params, offsets, rule, layout, mesh, query),
+        lambda: _read(params, offsets, rule, layout, mesh, tokens),
     )
 
 
@@ -71,7 +71,7 @@ def _read(
     rule: ds_usp.MaskSpec,
     layout: ds_usp.TokenLayout | str,
     mesh: ds_usp.SequenceMesh,
-    query: Tensor,
+    tokens: Tensor,
 ) -> PackedDocuments:
     """:func:`packed_documents`, not from the cache."""
     if getattr(params, "qkv_format", None) not in ("sbhd", "thd"):
@@ -88,20 +88,20 @@ def _read(
             "off (--hybrid-context-parallel)"
         )
     lengths, places = _lengths_and_places(tensors)
-    tokens = query.shape[0] * mesh.sp_degree
+    seq_len = tokens.shape[0] * mesh.sp_degree
     if params.qkv_format == "thd":
-        layout = _layout_of_each_document(places, layout, tokens, mesh)
+        layout = _layout_of_each_document(places, layout, seq_len, mesh)
     borders, padding = _separate_padding(lengths, places)
     mask = replace(rule, documents=tuple(map(tuple, borders)))
     if not any(padding):
         return PackedDocuments(mask, layout, None)
     if isinstance(layout, str):
-        layout = mesh.layout(layout, tokens)
+        layout = mesh.layout(layout, seq_len)
     is_padding = torch.zeros(layout.seq_len, len(padding), 1, dtype=torch.bool)
     for sample, ranges in enumerate(padding):
         for start, stop in ranges:
             is_padding[start:stop, sample] = True
-    shard = layout.shard(is_padding, 0, mesh.rank).to(query.device)
+    shard = layout.shard(is_padding, 0, mesh.rank).to(tokens.device)
     return PackedDocuments(mask, layout, shard)
 
 
@@ -152,8 +152,8 @@ def _fits(lengths: list[int], places: list[int]) -> bool:
 def _separate_padding(
     lengths: list[list[int]], places: list[list[int]]
 ) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
-    """Borders in which each document's padding is one more document, and the ranges of padding, for
-    each sample."""
+    """Borders for each sample, in which padding after a document is a document, empty where there
+    is none; and the ranges ``(start, stop)`` of padding."""
     borders, padding = [], []
     for sample_lengths, sample_places in zip(lengths, places, strict=True):
         sample_borders, ranges = [*sample_places[:1]], []
@@ -172,26 +172,26 @@ def _separate_padding(
 def _layout_of_each_document(
     places: list[list[int]],
     layout: ds_usp.TokenLayout | str,
-    tokens: int,
+    seq_len: int,
     mesh: ds_usp.SequenceMesh,
 ) -> ds_usp.TokenLayout:
     """The layout of the format ``thd``: a zigzag over all ranks for each document.
 
     Args:
         layout: that megatron-core's groups were made for.
-        tokens: of the whole sequence.
+        seq_len: tokens of the whole sequence.
 
     Raises:
         UnsupportedAttentionError: another layout than megatron-core's.
         LayoutError: documents that do not divide into two chunks a rank.
     """
     if mesh.sp_degree == 1:
-        return mesh.layout("contiguous", tokens)
+        return mesh.layout("contiguous", seq_len)
     kind = layout if isinstance(layout, str) else layout.kind
-    if kind != _LAYOUT:
+    if kind != LAYOUT:
         raise UnsupportedAttentionError(
             f"packed_seq_params of format 'thd' shards every document for itself in the layout "
-            f"{_LAYOUT!r}, not in {kind!r}. Apply the patches with layout={_LAYOUT!r}, or pass "
+            f"{LAYOUT!r}, not in {kind!r}. Apply the patches with layout={LAYOUT!r}, or pass "
             "format 'sbhd'"
         )
-    return mesh.layout(_LAYOUT, tokens, places)
+    return mesh.layout(LAYOUT, seq_len, places)

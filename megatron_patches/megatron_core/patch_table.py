@@ -96,14 +96,14 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
         ),
         wrap(
             "megatron.core.transformer.multi_token_prediction:roll_tensor",
-            partial(loss.roll_tensor, counts=False, context_parallel=context_parallel),
+            partial(loss.roll_tensor, uses_sum=False, context_parallel=context_parallel),
             guard=megatron_core_guard("74cba5b0b7a1d456"),
             reason="takes packed documents for packed without padding, and every order of tokens "
             "for a zigzag",
         ),
         wrap(
             "megatron.core.models.gpt.gpt_model:roll_tensor",
-            partial(loss.roll_tensor, counts=True, context_parallel=context_parallel),
+            partial(loss.roll_tensor, uses_sum=True, context_parallel=context_parallel),
             guard=megatron_core_guard("74cba5b0b7a1d456"),
             reason="the same; and the number of loss tokens is each rank's own",
         ),

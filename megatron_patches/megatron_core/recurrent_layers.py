@@ -213,7 +213,7 @@ def _mamba_scan(
         x, z ``[b, s_local, h, p]``, result likewise; dt ``[b, s_local, h]``; A ``[h]``; B, C
         ``[b, s_local, g, n]``.
     """
-    options = {name: x for name, x in options.items() if x is not None and x is not False}
+    options = {k: value for k, value in options.items() if value is not None and value is not False}
     arguments = sharding.of(x.transpose(0, 1))
     out = mamba2(kernel, x, dt, A, B, C, chunk_size=chunk_size, **options, **arguments)
     return out if z is None else out * F.silu(z)

@@ -31,12 +31,8 @@ from megatron_patches.megatron_deepspeed.unsupported import (
 from megatron_patches.patch_set import apply_later, verify_flag
 from megatron_patches.settings import MeshSettings
 
-_FLASH = (
-    "use_flash_attn_v1",
-    "use_flash_attn_v2",
-    "use_flash_attn_triton",
-    "use_flash_attn_builder",
-)
+_KEPT_FLASH = ("use_flash_attn_v1", "use_flash_attn_v2")  # by _choose_flash
+_FLASH = (*_KEPT_FLASH, "use_flash_attn_triton", "use_flash_attn_builder")
 _PROGRAM = "megatron-deepspeed"
 _GPT2_VOCABULARY = 50257  # Megatron-DeepSpeed reads its own later; the degrees do not depend on it
 
@@ -169,7 +165,7 @@ def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:
     installed = importlib.util.find_spec("flash_attn") is not None
     keep = installed and config.ring == 1 and config.kernel == "auto"
     requested = [name for name in _FLASH if getattr(args, name)]
-    unused = [name for name in requested if not keep or name not in _FLASH[:2]]
+    unused = [name for name in requested if not keep or name not in _KEPT_FLASH]
     if unused and args.rank == 0:
         line = f"--{unused[0].replace('_', '-')}: {_flash_unused_reason(installed, config)}"
         print(line, flush=True)  # noqa: T201 - as Megatron-DeepSpeed prints

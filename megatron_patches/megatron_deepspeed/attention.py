@@ -55,7 +55,7 @@ class SequenceParallelAttention(torch.nn.Module):
         """Attention over the whole sequence.
 
         Shapes:
-            mixed: ``[s_local, b, (h + 2 * h_kv) * d]``, all queries, then keys, then values, as
+            qkv: ``[s_local, b, (h + 2 * h_kv) * d]``, all queries, then keys, then values, as
             Megatron-DeepSpeed's projection has them; result ``[s_local, b, h * d]``.
         """
         counts = (self.heads, self.kv_heads, self.kv_heads)

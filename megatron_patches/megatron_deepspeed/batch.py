@@ -31,7 +31,8 @@ class Batch(NamedTuple):
 
 
 def make_batch(data: dict[str, Tensor] | None) -> Batch:
-    """Shard one micro batch. Collective over the tensor- and sequence-parallel ranks.
+    """Shard one micro batch, and set its mask for attention where documents are apart
+    (``--reset-attention-mask``). Collective over the tensor- and sequence-parallel ranks.
 
     Args:
         data: a batch of Megatron-DeepSpeed's data loader on the first of these ranks, else None.
@@ -66,7 +67,7 @@ def make_batch(data: dict[str, Tensor] | None) -> Batch:
 def get_batch(
     original: Callable[..., Any], data_iterator: Iterator[dict[str, Tensor]] | None
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
-    """The script's ``get_batch``."""
+    """The script's ``get_batch``; None in place of its dense attention mask."""
     if not get_state().active:
         return original(data_iterator)
     batch = make_batch(None if data_iterator is None else next(data_iterator))

@@ -10,8 +10,9 @@ from typing import Any
 from ds_usp.errors import ConfigError
 from megatron_patches.checkout import Checkout
 from megatron_patches.megatron_core import patch_table as megatron_core
-from megatron_patches.megatron_core.context_parallel import LAYOUT, ContextParallel
+from megatron_patches.megatron_core.context_parallel import ContextParallel
 from megatron_patches.megatron_core.cpu_patch_table import training_without_gpu
+from megatron_patches.megatron_core.groups import LAYOUT
 from megatron_patches.megatron_lm import missing, patch_table, relied_on
 from megatron_patches.megatron_lm.relied_on import FRAMEWORK
 from megatron_patches.patch_set import PatchSet

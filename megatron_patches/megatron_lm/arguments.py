@@ -15,11 +15,11 @@ from ds_usp.planner import AUTO
 from ds_usp.settings import add_settings
 from megatron_patches import flags
 from megatron_patches.megatron_core.context_parallel import (
-    LAYOUT,
     ContextParallel,
     Settings,
     check_degrees,
 )
+from megatron_patches.megatron_core.groups import LAYOUT
 from megatron_patches.megatron_lm import context_parallel_kind, memory, unsupported
 from megatron_patches.megatron_lm.connections import not_demanded
 from megatron_patches.megatron_lm.planned import key_value_heads, planned_run

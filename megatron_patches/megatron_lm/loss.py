@@ -45,7 +45,7 @@ def _reporting_all_ranks(loss_func: Callable[..., Any]) -> Callable[..., Any]:
 
     def loss_of_all_ranks(output: Tensor, **kwargs: Any) -> Any:
         outputs = loss_func(output, **kwargs)
-        if kwargs or len(outputs) != 3:  # not a loss, or already a mean
+        if kwargs or len(outputs) != 3:  # non_loss_data=True, or already a mean
             return outputs
         loss, tokens, report = outputs
         return loss, tokens, {key: reported(value) for key, value in report.items()}

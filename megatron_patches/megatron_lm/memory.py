@@ -15,7 +15,7 @@ from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_us
 from megatron_patches.megatron_lm.unsupported import carries_state, is_hybrid
 from megatron_patches.refusals import Refusal, refuse, refuse_settings
 
-_ATTRIBUTE = "usp_memory"  # of a layer
+_ATTRIBUTE = "usp_memory"  # a layer's LayerMemory, absent for the policies none and gemm-last
 
 
 def _other_backwards(flag: str) -> tuple[Refusal, ...]:
@@ -142,8 +142,8 @@ def check_flags(args: Any) -> None:
     refuse_settings(_REFUSALS, args)
     if args.usp_recompute == "gemm-last":
         refuse(_GEMM_LAST_REFUSALS, args)
-    not_ours = args.context_parallel_size > 1 and (is_mixed(args) or not uses_usp(args))
-    if args.usp_recompute == "attention" and not_ours:
+    keeps_others = args.context_parallel_size > 1 and (is_mixed(args) or not uses_usp(args))
+    if args.usp_recompute == "attention" and keeps_others:
         raise ConfigError(
             f"--usp-recompute attention saves the results of USP attention, and --cp-comm-type "
             f"{' '.join(args.cp_comm_type)} gives layers TransformerEngine's. Use --usp-recompute "

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import ds_usp
-from megatron_patches.megatron_core.context_parallel import LAYOUT
+from megatron_patches.megatron_core.groups import LAYOUT
 from megatron_patches.megatron_lm.context_parallel_kind import attends_on_one_rank, uses_usp
 
 _NOT_SHARDED = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
