@@ -67,7 +67,7 @@ def make_batch(data: dict[str, Tensor] | None) -> Batch:
 def get_batch(
     original: Callable[..., Any], data_iterator: Iterator[dict[str, Tensor]] | None
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
-    """The script's ``get_batch``; None in place of its dense attention mask."""
+    """The script's ``get_batch``; its own without sequence parallelism, else with None as mask."""
     if not get_state().active:
         return original(data_iterator)
     batch = make_batch(None if data_iterator is None else next(data_iterator))

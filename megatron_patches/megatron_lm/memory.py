@@ -142,8 +142,8 @@ def check_flags(args: Any) -> None:
     refuse_settings(_REFUSALS, args)
     if args.usp_recompute == "gemm-last":
         refuse(_GEMM_LAST_REFUSALS, args)
-    keeps_others = args.context_parallel_size > 1 and (is_mixed(args) or not uses_usp(args))
-    if args.usp_recompute == "attention" and keeps_others:
+    has_other_attention = args.context_parallel_size > 1 and (is_mixed(args) or not uses_usp(args))
+    if args.usp_recompute == "attention" and has_other_attention:
         raise ConfigError(
             f"--usp-recompute attention saves the results of USP attention, and --cp-comm-type "
             f"{' '.join(args.cp_comm_type)} gives layers TransformerEngine's. Use --usp-recompute "
