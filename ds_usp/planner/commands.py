@@ -175,7 +175,7 @@ class MaxLengthCommand(_TrainingFlags, _ModelFlags, Command):
         if not self.gpus:  # as many as the degrees take
             fixed = dict.fromkeys(axes, 1) | fixed
         gpus = self.gpus or math.prod(fixed.values())
-        configs = all_configs(model, base, gpus, cluster, caps, fixed)
+        configs = all_configs(model, base, gpus, cluster, caps.with_settings_of(base), fixed)
         asked = LengthQuestion(model, configs, cluster, caps)
         rows = asked.lengths()
         content = [report.max_length_row(row) for row in rows]

@@ -488,6 +488,7 @@ REFUSED = {
     "plan --model 7b --gpus 8": "--seq-len is missing",
     "plan --model sd --gpus 2 --engine diffusers": "no diffusion transformer 'sd'",
     f"{LONG} --tp 2": "transformers has no --tp: leave it out, or take",
+    f"{LONG} --states-on-host": "transformers has no --states-on-host",
     # Layers that transformers alone runs.
     "plan --model qwen3-next --seq-len 8K --gpus 8 --engine megatron-lm": "not for megatron-lm",
     "memory --model jamba --seq-len 8K --tp 2": "has no tp 2: jamba-mini",
