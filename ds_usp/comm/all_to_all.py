@@ -277,8 +277,8 @@ class HeadAllToAll:
         sent: list[int],
         received: list[int],
     ) -> dist.Work:
-        """Post ``all_to_all_single`` and count it in the ledger. ``sent``, ``received``: elements
-        for and from each Ulysses rank, which lie one after the other in the dense buffers."""
+        """Post and count an ``all_to_all_single`` of dense buffers; ``sent``, ``received``:
+        elements for and from each Ulysses rank."""
         to_peers = sum(sent) - sent[self.mesh.ulysses_rank]
         sent_bytes = to_peers * send_buffer.element_size()
         on_other_nodes = self.mesh.other_nodes.get("ulysses", ())

@@ -93,8 +93,7 @@ class RecvSpec(NamedTuple):
     """A tensor that is filled from the staging buffer of a rank of the group.
 
     Attributes:
-        offset: of its first element in that rank's buffer, in elements. P2P reads it of this rank's
-            own buffer only: messages come in the order of the sender's slices.
+        offset: of its first element in that rank's buffer, in elements; P2P's messages need none.
         row_stride: elements from row to row there, for copy engines; 0 if ``out`` is dense there.
         view: the part of ``out`` that is filled instead of all of it. Copy engines need its address
             only, which costs less CPU time than a tensor.

@@ -251,8 +251,8 @@ class GroupTransport:
             self._requests[-1].join(_LOOK_S)  # where its host is gone, the others' waits fail
 
     def _look_at_store(self, seq: int, ended: threading.Event) -> None:
-        """Start a thread that says in the store that this rank has come to a wait, and looks there
-        who is late or has given up, until ``ended``. None starts while another one runs."""
+        """Start a thread, unless one runs, that says in the store that this rank waits, and looks
+        who is late or has given up, until ``ended``."""
         store, ranks = self._store, range(self._group.size())
         if store is None or any(thread.is_alive() for thread in self._requests):
             return
@@ -585,11 +585,11 @@ class ConsistencyChecker:
         read_after: float = _READ_AFTER,
     ) -> None:
         """Compare a record; without waiting if its key is verified and ``wait`` is False. Counts it
-        in :attr:`number` and verifies the key, unless it raises what :meth:`check_call` raises.
+        in :attr:`number`, unless it raises.
 
         Args:
             key: is verified once a comparison with it was waited for and found equal.
-            error: what this rank raises; its record is of that, and is waited for.
+            error: this rank's own, which its record then declares.
             max_pending: at most so many comparisons are in flight before this one.
             computes: the mesh becomes this thread's, or belongs to it.
             read_after: numbers of calls leave the GPU where the first was so many comparisons

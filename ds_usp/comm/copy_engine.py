@@ -396,12 +396,10 @@ class CopyEngine:
 
     def abort_waits(self) -> bool:
         """Set all of this rank's flags, so that its streams stop waiting: after an error, when no
-        peer will set them. What the streams then pull is garbage, and the flags are inconsistent,
-        which does no harm: every later call over the mesh raises.
-
-        Returns whether a stream was still busy: then it is to be called again, for streams clear a
-        flag that they waited for, and the next exchange in flight waits anew.
-        """
+        peer will set them. Returns whether a stream was still busy: then it is to be called again,
+        for streams clear a flag that they waited for, and the next exchange waits anew."""
+        # What the streams then pull is garbage, and the flags are inconsistent, which does no harm:
+        # every later call over the mesh raises.
         streams = self._stream, self._current
         try:
             if all(stream is None or stream.query() for stream in streams):

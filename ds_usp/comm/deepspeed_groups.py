@@ -63,7 +63,7 @@ def _refusal(engines: Sequence[Any], ranks: Sequence[int]) -> ConfigError | None
 
 
 def _engine_refusal(engine: Any, ranks: Sequence[int]) -> ConfigError | None:
-    """The error of an engine that sums gradients over fewer than ``ranks``; None if it is right."""
+    """The error of an engine that sums over fewer than ``ranks``; None if it is right."""
     group = getattr(engine, "seq_data_parallel_group", None)
     if group is None:
         return None

@@ -126,13 +126,10 @@ def _bind_addresses(
     """The launch as a function of tensors; False, and nothing is launched, if dtypes differ
     or a tensor is torch's lazy negative of its memory.
 
-    The launch has the views' strides: a tensor of other ones is not noticed. Tensors that are not
-    there are given the first one's address, which no program reads.
-
     Args:
         features_before: a token's features of other launches that lie before those of this one.
     """
-    unused = _MAX_TENSORS - len(views)
+    unused = _MAX_TENSORS - len(views)  # they get the first address, which no program reads
     offsets = [(source.offset, out.offset) for source, out in views]
 
     def pack(

@@ -49,12 +49,10 @@ def subgroup(
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long its collectives wait for a rank.
-
-    torch gives each new group its own default instead, half an hour with gloo. A user who raised
-    it for slow storage, or lowered it to end soon when a host is lost, meant her collectives,
-    whichever communicator they run on: groups that are made of hers keep it.
-    """
+    """How long a group's collectives wait for a rank."""
+    # torch gives each new group its own default instead, half an hour with gloo. A user who raised
+    # it for slow storage, or lowered it to end soon when a host is lost, meant her collectives,
+    # whichever communicator they run on: groups that are made of hers keep it.
     return group._get_backend(transport_device(group)).options._timeout
 
 
@@ -142,11 +140,9 @@ def _is_speaker(text: str) -> bool:
 
 def ask_store(request: Callable[[], object]) -> threading.Thread:
     """Start a thread that makes a request to a store, and ends without a word if the store is gone.
-
-    A request to a store whose host cannot be reached ends when TCP gives up, after a quarter of an
-    hour, and requests of other threads over the same connection wait for it, even ``set``, which
-    needs no answer. So whoever has to raise in time joins the thread with a timeout.
-    """
+    Whoever has to raise in time joins it with a timeout."""
+    # A request to a store whose host cannot be reached ends when TCP gives up, after a quarter of
+    # an hour, and requests of other threads over the same connection wait for it, even `set`.
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):

@@ -91,8 +91,8 @@ class Readings:
         return record.reading
 
     def _model_of(self, layer: nn.Module) -> nn.Module:
-        """The module that runs the layers, the innermost with several of this class, else the
-        outermost: two models may be given one tensor in turn. Keeps the answer for the layer."""
+        """The module that runs the layers: the innermost that has several of this class, else the
+        outermost. Two models may be given one tensor in turn."""
         model_reference = self._models.get(layer)
         model = None if model_reference is None else model_reference()
         if model is None:

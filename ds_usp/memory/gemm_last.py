@@ -113,11 +113,10 @@ class GemmLast:
 
 
 class _Recompute:
-    """Recomputes a producer's output and saved tensors.
+    """Recomputes a producer's output and saved tensors."""
 
-    The graph refers to this, and this to no graph: it is freed after the last tensor that it
-    recomputes has been used.
-    """
+    # The graph refers to this, and this to no graph: it is freed after the last tensor that it
+    # recomputes has been used.
 
     def __init__(self, producer: Producer, rerun: Producer, inputs: Sequence[torch.Tensor]) -> None:
         self._producer, self._run_again = producer, rerun
@@ -169,8 +168,8 @@ class _Recompute:
         return self._recomputed[index]
 
     def _recompute(self) -> torch.Tensor:
-        """The producer's output, detached, and with it ``_recomputed``: computed at the first call.
-        RecomputeError where the producer saves or returns tensors of other shapes or strides."""
+        """The producer's output, and in ``_recomputed`` its saved tensors: the first call computes
+        both; RecomputeError if they have other views than in the first run."""
         if self._output is None:
             inputs = [
                 x().detach().requires_grad_(requires_grad)

@@ -210,10 +210,9 @@ class LayerGroups:
 
 
 class _Group:
-    """The layers of one group in one forward pass.
+    """The layers of one group in one forward pass."""
 
-    The graph refers to this through the saved inputs of the layers, and this only to the first one.
-    """
+    # The graph refers to this through the layers' saved inputs, and this only to the first one.
 
     def __init__(
         self, hidden: Tensor, offload: Offload | None, tracker: RandomTracker | None

@@ -153,8 +153,8 @@ class Offload:
         self._passes.append([])
 
     def _next_in_backward(self, layer: _Layer) -> _Layer | None:
-        """The last layer before this one that has saved tensors, or the last layer of the oldest
-        micro batch whose backward has not begun; None if there is none."""
+        # The last layer before this one that has saved tensors, or the last layer of the oldest
+        # micro batch whose backward has not begun.
         previous = layer.previous
         while previous is not None:
             if previous.items:
@@ -176,11 +176,10 @@ class _State(Enum):
 
 
 class _Layer:
-    """The saved tensors of one layer in one forward pass.
+    """The saved tensors of one layer in one forward pass."""
 
-    The graph refers to this through the saved tensors, and this only weakly to them: it is freed
-    with the graph.
-    """
+    # The graph refers to this through the saved tensors, and this only weakly to them: it is freed
+    # with the graph.
 
     def __init__(self, offload: Offload, number: int, previous: _Layer | None) -> None:
         self.number, self.previous = number, previous

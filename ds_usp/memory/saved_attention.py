@@ -309,10 +309,9 @@ class SavedCall(_Call):
 
 
 class _ReusedInputs:
-    """Saves a graph's views of its inputs as indices: the recomputation computes the inputs again.
+    """Saves a graph's views of its inputs as indices: the inputs are recomputed for backward."""
 
-    The graph refers to this, not to its SavedCall, which refers to the graph: no cycle.
-    """
+    # The graph refers to this, not to its SavedCall, which refers to the graph: no cycle.
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.indices: list[int] = []  # of the inputs that the graph saves
@@ -332,8 +331,7 @@ class _ReusedInputs:
         return view.apply_to(self._inputs[index])
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the recomputed inputs, those of ``indices``, for backward."""
-        self._inputs = dict(zip(self.indices, tensors, strict=True))
+        self._inputs = dict(zip(self.indices, tensors, strict=True))  # recomputed, for backward
 
     def release(self) -> None:
         self._inputs = {}
@@ -395,8 +393,9 @@ class _CheckpointRun:
 
 
 class _CheckpointedFunction:
-    """A function that a checkpoint runs twice. The checkpoint refers to it, and it to the saved
-    calls: both are freed with the graph."""
+    """A function that a checkpoint runs twice."""
+
+    # The checkpoint refers to it, and it to the saved calls: both are freed with the graph.
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
