@@ -301,10 +301,10 @@ def _pick_blocks(
     keys: KeyCache,
 ) -> Tensor:
     """Return the keys that queries pick, ``[rows, 1, queries, keys]``, as Qwen4-Exp's indexer does:
-    the best blocks, and the keys behind the last one. Queries are the last keys; angles are of all.
+    the best complete blocks, and all keys behind them: the layer adds its mask to this one.
 
-    Transformers' own is a loop over queries, which calls a module for each that has whole blocks:
-    too slow for long sequences, and engines would gather its parameters in other numbers on ranks.
+    Angles are of all keys, whose last are the queries. Transformers' loop over queries is too slow
+    for long sequences, and calls a module for each: ranks would gather parameters at other times.
     """
     ratio, width = indexer.compress_ratio, indexer.index_head_dim
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
@@ -315,7 +315,7 @@ def _pick_blocks(
     places = torch.arange(cos.shape[1], device=cos.device)
     complete = ((places[-queries:] + 1) // ratio)[:, None]  # blocks of each query
 
-    def pick() -> Tensor:
+    def pick() -> Tensor:  # once for these queries, without a graph
         key = keys.update_indexer(heads[:, :, -1])
         count = max(key.shape[1] // ratio, 1)  # one block at the least, filled up with zeros
         behind = max(count * ratio - key.shape[1], 0)
@@ -330,7 +330,7 @@ def _pick_blocks(
         return best.masked_fill(best >= complete, count)  # none
 
     best = keys.pick(pick)
-    if not best.numel():  # of a run for the keys alone
+    if not best.numel():  # a run for the keys alone
         return best
     count = max(len(places) // ratio, 1)
     blocks = best.new_zeros((rows, queries, count + 1), dtype=torch.bool).scatter(-1, best, True)
