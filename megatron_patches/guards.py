@@ -60,8 +60,8 @@ class Guard:
         """The sentence that the original's source differs from all known fingerprints, if so.
 
         Args:
-            original: the object, or its target ``package.module:Class.name`` where the object
-                has no source of its own, such as TorchScript.
+            original: the object, or its target ``package.module:Class.name``, whose source is
+                read from the file: of every bypass, and of TorchScript, which has none itself.
         """
         if not self.fingerprints:
             return

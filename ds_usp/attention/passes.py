@@ -489,8 +489,8 @@ class BackwardPass(Pass[BackwardChunk]):
         dv.add(grads[2], keys)
 
     def _grad_buffers(self, chunk: BackwardChunk) -> GradBuffers | None:
-        """Return the buffers for the gradients of a step's first kernel call: a send buffer if it
-        has all KV tokens of the step, and later calls' are added; None: the kernel allocates."""
+        """Return the buffers for a step's first kernel call: what :meth:`post_dkv` sends, acquired
+        here, if that has all KV tokens of the step. None, or None for dq: the kernel allocates."""
         step = chunk.steps[chunk.step]
         if step.is_local:
             if chunk.staging is None:

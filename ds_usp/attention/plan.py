@@ -500,7 +500,7 @@ def _staging_bytes(
 def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
     """The warning that contiguous shards do not balance causal work over the ring; else None."""
     ring = layout.ring
-    # Not where the axes' order gives each ring rank early and late tokens.
+    # CALLERS_KIND is contiguous; the axes' order may still give ring ranks early and late tokens.
     one_run_each = ring > 1 and len(layout.ring_segments(ring - 1)) == 1
     if layout.kind != TokenLayout.CALLERS_KIND or not mask.is_causal or not one_run_each:
         return None

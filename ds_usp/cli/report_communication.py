@@ -87,10 +87,11 @@ def report(path: Path) -> Iterator[str]:
 
 
 def _read(path: Path) -> list[Event]:
+    """The complete events of a trace, one at least; ConfigError if it is none, or not whole."""
     opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as text:
-            events = [event for event in json.load(text)["traceEvents"] if event.get("ph") == "X"]
+            events = [x for x in json.load(text)["traceEvents"] if "ph" in x and x["ph"] == "X"]
         _ = events[0]
     except (OSError, EOFError, ValueError, zlib.error, LookupError, TypeError) as error:
         raise ConfigError(

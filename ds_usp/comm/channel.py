@@ -136,6 +136,7 @@ def split_features(
     """Views ``[..., h, D]`` of the tensors that lie one after the other in ``[..., features]``.
 
     Args:
+        x: dense in its last dim, which has at least the sum of all ``h * D``; neither is checked.
         shapes: ``h`` and ``D`` of each.
         tokens_first: ``x`` is ``[tokens, B, ...]``; the views are ``[B, tokens, ...]``.
     """

@@ -213,10 +213,11 @@ class PeerMappedTensor:
 def alloc_symmetric(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """A tensor in memory that can be shared; collective, so that all ranks have one or none.
+    """An uninitialized tensor in memory that :class:`PeerMappedTensor` can share; collective, with
+    one shape and dtype on all ranks, which get a tensor each or none.
 
     Raises:
-        MeshError: a rank is out of memory.
+        MeshError: on every rank, if one is out of memory.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 

@@ -467,7 +467,7 @@ def _defaults_but(names: tuple[str, ...], kind: type[MaskSpec]) -> list[tuple[st
 
 def normalize_documents(documents: Any) -> tuple[Borders, ...]:
     """Borders as :class:`MaskSpec` keeps them: none (``()`` or None), one tuple for all samples, or
-    one for each.
+    one for each. The last border is not compared with the sequence (``check_length`` does).
 
     Raises:
         ConfigError: no whole numbers, not from 0, or not ascending.

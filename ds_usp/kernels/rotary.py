@@ -28,7 +28,7 @@ def apply_rotary(
 
     Shapes:
         tensors: ``[b, s, h, D]`` with ``token_dim`` 1, or ``[s, b, h, D]`` with 0.
-        cos, sin: ``[s, r]``, r even and at most D; result: as the tensors.
+        cos, sin: ``[s, r]``, both halves equal, r even, at most D; result: as the tensors.
 
     Raises:
         ConfigError: a table that does not fit the tensors.

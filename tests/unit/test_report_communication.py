@@ -107,6 +107,7 @@ WRONG = {
     "cut.json": b'{"traceEvents": [{"ph": "X"',
     "others.json": b'{"events": []}',
     "empty.json": b'{"traceEvents": []}',
+    "texts.json": b'{"traceEvents": ["X"]}',
     "list.json": b"[]",
     "binary.json": b"\xff\xfe",
     "plain.json.gz": b"{}",

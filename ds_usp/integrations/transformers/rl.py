@@ -94,13 +94,13 @@ def correct_completion_counts(trainer: Any, replicas: int) -> None:
 
 
 def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
-    """Let the ranks of a mesh train on the same completions, which are made without the mesh."""
+    """Let the ranks of a mesh train on the same completions, made without it; once a trainer."""
     from accelerate.utils import set_seed
 
     accelerator = trainer.accelerator
     # TRL has seeded each rank with a number of its own, so that their completions differ.
     set_seed(trainer.args.seed + accelerator._usp_replicas.rank)
-    broadcast = BatchBroadcast(mesh.sp_group, "cpu")
+    broadcast = BatchBroadcast(mesh.sp_group, "cpu")  # tensors arrive there
 
     def value_of_first_rank(name: str, make: Callable[[], Any]) -> Any:
         """Call ``make`` on every rank, and return on every rank what it gave on the first."""

@@ -300,11 +300,11 @@ def _pick_blocks(
     _: Tensor,
     keys: KeyCache,
 ) -> Tensor:
-    """Return the keys that queries pick, ``[rows, 1, queries, keys]``, as Qwen4-Exp's indexer does:
-    the best complete blocks, and all keys behind them: the layer adds its mask to this one.
+    """Return the keys that queries pick, as Qwen4-Exp's indexer does, ``[rows, 1, queries, keys]``.
 
-    Angles are of all keys, whose last are the queries. Transformers' loop over queries is too slow
-    for long sequences, and calls a module for each: ranks would gather parameters at other times.
+    True for the best complete blocks and for all keys behind them: the layer adds its mask. A run
+    for a rank's tokens gathers their keys, and picks nothing; then each part's queries are the last
+    of its keys (Note [queries in chunks]). Transformers' loop calls a module for single queries.
     """
     ratio, width = indexer.compress_ratio, indexer.index_head_dim
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
@@ -330,7 +330,7 @@ def _pick_blocks(
         return best.masked_fill(best >= complete, count)  # none
 
     best = keys.pick(pick)
-    if not best.numel():  # a run for the keys alone
+    if not best.numel():  # the run for the keys, which update_indexer ended
         return best
     count = max(len(places) // ratio, 1)
     blocks = best.new_zeros((rows, queries, count + 1), dtype=torch.bool).scatter(-1, best, True)
