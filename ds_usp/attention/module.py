@@ -269,8 +269,8 @@ class USPAttention(torch.nn.Module):
     def _forward_traced(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> torch.Tensor | None:
-        """:meth:`forward` in a graph; None if it cannot be there, as where it calls the local
-        attention."""
+        """:meth:`forward` in a graph, where the op replays kept attention too; None if it cannot be
+        there: it calls the local attention, or a value is not plain (``attention_values``)."""
         if self._framework is None or arguments.args or arguments.kwargs:
             return None
         query, key, value = self._cast(query, key, value, arguments)
@@ -288,7 +288,7 @@ class USPAttention(torch.nn.Module):
             return None
         q, k, v = (x.transpose(0, 1) if dim else x for x in (query, key, value))
         attention, named = self._framework.attention, self._names_layout
-        # As _plan's signature begins: ranks that run the op and others that do not are equal.
+        # As _plan's signature begins, a field a line: ranks with and without the op are equal.
         prefix = "\n".join((batch_dim_text(dim), *NO_ARGUMENTS.fields))
         options = self._options(attention, q.device)
         traced = traced_attention(q, k, v, options, self._number, named=named, prefix=prefix)

@@ -228,12 +228,12 @@ def no_mask_error(mask: object) -> ConfigError:
 
 
 def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
-    """Check the mask, and its documents against the queries ``[b, s, h, d]``, once for each plan.
+    """Check the mask, and its documents against the queries ``[b, s, h, d]``, once for each plan:
+    whether a CUDA graph is captured is in a plan's key.
 
     Raises:
         ConfigError: no :class:`MaskSpec`, or documents of another length or batch.
-        UnsupportedAttentionError: documents in a CUDA graph, whose replays would have the borders
-            of this batch for every batch.
+        UnsupportedAttentionError: documents in a CUDA graph, which would replay these borders.
     """
     if not isinstance(mask, MaskSpec):
         raise no_mask_error(mask)

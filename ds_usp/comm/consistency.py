@@ -637,7 +637,7 @@ class ConsistencyChecker:
 
         Raises:
             MeshError: records differ, a rank has ended, or one cannot be reached.
-            Exception: ``error``, this rank's own, where it has one.
+            Exception: ``error``, this rank's own, where it has one and all records came.
         """
         try:
             data: Sequence[bytes | bytearray] = transport.gather(seq)

@@ -383,8 +383,8 @@ def _chains_of_row(
 
 
 def _direct(before: dict[Piece, tuple[Piece, ...]]) -> Iterator[Move]:
-    """Each piece's map once to every rank that folds it for a later piece, the last of which is the
-    move's target."""
+    """Each piece's map once to every rank that folds it for later pieces, one of which is the
+    move's target: of that the rank alone is used."""
     latest: dict[Piece, dict[int, Piece]] = {piece: {} for piece in before}
     for piece, sources in reversed(before.items()):
         for last in latest[piece].values():

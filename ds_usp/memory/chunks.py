@@ -241,7 +241,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _View(torch.autograd.Function):
-    """The parameter for one chunk; ``node`` is the token's, where the gradients are summed."""
+    """The parameter for one chunk; ``node`` is the token's, where the gradients are summed. A
+    recomputation's views only give saved tensors: their own nodes are not run."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, token: Tensor, node: Any) -> Tensor:

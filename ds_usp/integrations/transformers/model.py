@@ -642,6 +642,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             )
 
     def _finish_loss(self, shard: Shard, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
+        """Check that the loss in ``out`` is the batch's, to which models add that of routers."""
         loss, running = out.get("loss"), self._running
         computed, router_loss = running.loss, running.router_loss
         running.loss = running.router_loss = None
@@ -661,8 +662,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             return
         if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
             out["loss"] = sum_of_shards(loss, self.mesh, self._options.gradients)
-        # Models add the loss of their routers in place; nothing else may be added. Compared by
-        # memory: ZeRO-3 hands on what a module of a PEFT model returns as another tensor over it.
+        # By memory: ZeRO-3 hands on what modules of a PEFT model return as other tensors over it.
         elif (
             computed is None
             or loss.data_ptr() != computed.data_ptr()
