@@ -1,5 +1,6 @@
 """Head and loss in chunks of tokens: losses and gradients as without, no logits of all tokens."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ import ds_usp
 from ds_usp.errors import ConfigError, LayoutError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import enable
 from ds_usp.integrations.transformers.attention import RunningPass, Targets
-from ds_usp.integrations.transformers.trainer import _whole_logits
+from ds_usp.integrations.transformers.trainer import _join_logits
 from ds_usp.integrations.transformers.whole_batch_loss import ChunkedHead, ChunkedLogits
 
 LARGE_VOCAB = 32768
@@ -108,9 +109,10 @@ def test_logits_of_all_tokens_never_exist(pool):
 def logits_of_an_evaluation(ctx: RankContext) -> tuple[int, ...]:
     """What Trainer's metrics are given."""
     model = llama().eval()
-    with enable(model, mesh_of(2), loss_chunks=2) as enabled, torch.no_grad():
-        with _whole_logits(enabled):
-            out = model(**batch_of(30))
+    trainer: Any = SimpleNamespace(model=model, prediction_step=lambda f, x, _: f(**x))
+    with enable(model, mesh_of(2), loss_chunks=2), torch.no_grad():
+        _join_logits(trainer)
+        out = trainer.prediction_step(model, batch_of(30), False)
         assert "logits" not in model(**batch_of(30))
     return tuple(out.logits.shape)
 
