@@ -321,7 +321,7 @@ def _attend(
     options: AttentionOptions, recomputed: bool, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """The output, and the log-sum-exp if it is asked for, of q, k, v and, if the options have any,
-    sinks: theirs, or ``keep_attention``'s stand-in. ``recomputed``: q, k and v will be computed
+    sinks: the call's, or ``keep_attention``'s stand-in. ``recomputed``: q, k and v will be computed
     again for backward."""
     q, k, v, *sinks = inputs
     if sinks:

@@ -138,7 +138,7 @@ class KVExchange:
         return staging.tensor
 
     def post(self, number: int, packed: torch.Tensor, *, overlapped: bool) -> None:
-        """Start an exchange: this rank receives its block, other ranks theirs from ``packed``."""
+        """Start an exchange: this rank receives its block, others get their own from ``packed``."""
         transfer = self._transfers[number]
         self._block = block = self._buffers[number % 2]
         if len(block) > transfer.num_tokens:

@@ -97,7 +97,7 @@ class _Shard:
     def __init__(self, x: torch.Tensor, halo: Halo) -> None:
         self.halo = halo
         ends = list(accumulate(halo.lengths, initial=0))
-        # The pieces, by number, that have a halo, or behind another one saw its tokens as theirs.
+        # The pieces, by number, that have a halo, or are the halo of another one behind them.
         self._to_finish = [
             n
             for n, ((first_cut, _), spans) in enumerate(zip(halo.pieces, halo.halos, strict=True))

@@ -294,8 +294,8 @@ def _join_logits(trainer: Trainer) -> None:
         def call(model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             # A callback may have disabled the model, and enabled it again since.
             enabled = find_enabled(trainer.model, find_model(trainer.model))
-            reads = own_loss or not any(args[:1])  # prediction_step: whether the loss is enough
-            if enabled is None or not reads or makes_rollouts(trainer):
+            loss_only = kwargs.get("prediction_loss_only", any(args[:1]))
+            if enabled is None or (loss_only and not own_loss) or makes_rollouts(trainer):
                 return step(model, inputs, *args, **kwargs)
             # Logits of all tokens are made in such a pass, so its head is not in chunks.
             before = enabled._options
@@ -319,8 +319,8 @@ def _reads_tokens(trainer: Trainer) -> bool:
     for function in (vars(x)[name] for x in owners for name in names if name in vars(x)):
         code = getattr(function, "__code__", None)
         used = {*code.co_names, *code.co_consts} if code else set()
-        is_theirs = str(getattr(function, "__module__", "")).startswith(("transformers.", "trl."))
-        if not is_theirs and (used & PER_TOKEN or not used & {"loss", "super"}):
+        is_library = str(getattr(function, "__module__", "")).startswith(("transformers.", "trl."))
+        if not is_library and (used & PER_TOKEN or not used & {"loss", "super"}):
             return True
     return False
 
