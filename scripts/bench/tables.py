@@ -453,14 +453,13 @@ def json_lines(name: str) -> list[dict[str, Any]]:
     return [long(row) if "checkpointing" in row else row for row in last.values()]
 
 
-def gpu_tests_table(*names: str) -> str:
-    """The last runs of the tests under tests/gpu that were recorded."""
-    lines = []
-    for run in (json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in names):
-        skipped = "; ".join(f"{count} {reason}" for reason, count in run["skipped"].items())
-        counts = str(run["passed"]), str(len(run["failed"])), skipped
-        lines.append([run["machine"], run["date"], run["commit"], run["software"], *counts])
-    return markdown(["machine", "date", "commit", "", "passed", "failed", "skipped"], lines)
+def gpu_tests_table() -> str:
+    """The last run of the tests under tests/gpu that was recorded."""
+    run = json.loads((RESULTS / "gpu_tests.json").read_text(encoding="utf-8"))
+    skipped = "; ".join(f"{count} {reason}" for reason, count in run["skipped"].items())
+    counts = str(run["passed"]), str(len(run["failed"])), skipped
+    line = [run["machine"], run["date"], run["commit"], run["software"], *counts]
+    return markdown(["machine", "date", "commit", "", "passed", "failed", "skipped"], [line])
 
 
 def headline_table(
@@ -588,7 +587,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "headline": partial(headline_table, HEADLINES),
     "headline-readme": partial(headline_table, README_HEADLINES, "beside it", "2 H200"),
     "long-run": long_run_table,
-    "gpu-tests": partial(gpu_tests_table, "gpu_tests.json", "gpu_tests_one.json"),
+    "gpu-tests": gpu_tests_table,
     "long-context": lambda: long_context_rows.table(
         long_context_rows.read(RESULTS / "long_context.jsonl")
     ),
