@@ -114,6 +114,7 @@ def group_of_device_mesh(
 
     Raises:
         ConfigError: dims that are no sequence-parallel ranks, or that contradict the arguments.
+        MeshError: on the other ranks, where only some give arguments that two dims contradict.
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise ConfigError(f"{device_mesh!r} must be a DeviceMesh of torch.distributed")
@@ -127,18 +128,25 @@ def group_of_device_mesh(
         )
     # A DeviceMesh names the axis first that varies slowest, an order the one that varies fastest.
     degree, mesh_order = device_mesh["ulysses"].size(), "-".join(reversed(names))
+    ranks: list[int] = device_mesh.mesh.flatten().tolist()
+    error: ConfigError | MeshError | None = None
     if ulysses_degree not in (None, degree) or order not in (None, mesh_order):
-        raise ConfigError(
+        error = ConfigError(
             f"ulysses_degree={ulysses_degree}, order={order!r} were given, and the DeviceMesh has "
             f"ulysses {degree} and the order {mesh_order!r}: leave both out"
         )
-    ranks = device_mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):  # torch sorts the ranks of a group
-        raise ConfigError(
-            f"the DeviceMesh has its global ranks in the order {ranks}; make it with ascending "
-            "ranks"
+    elif ranks != sorted(ranks):  # torch sorts the ranks of a group
+        error = ConfigError(
+            f"the DeviceMesh has its global ranks in the order {ranks}; make it with ascending ones"
         )
     groups = [device_mesh.get_group(name) for name in names]
+    for group in groups:  # what one rank raises comes along the first axis, then the second to all
+        try:
+            check_same(group, "from_device_mesh", error)
+        except (ConfigError, MeshError) as raised:
+            error = raised
+    if error is not None:
+        raise error
     # As from_device_mesh keeps it: another group over these ranks would stay open.
     open_mesh = _meshes_over(groups[0]).get(groups[1])
     if open_mesh is not None and open_mesh.sp_group is not None:

@@ -453,6 +453,30 @@ def test_what_is_no_group_is_refused_with_what_is(pool):
             assert fragment in text, text
 
 
+def contradicting(ctx: RankContext, shape: tuple[int, int]) -> list[str]:
+    """Errors of a DeviceMesh's two dims where one rank alone contradicts them, before they have a
+    mesh and after."""
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+    errors = []
+    for rank, wrong in ((1, {"ulysses_degree": 3}), (WORLD - 1, {"order": "ring-ulysses"})) * 2:
+        if len(errors) == 2:
+            SequenceMesh.from_device_mesh(device_mesh)
+        with pytest.raises(ds_usp.USPError) as caught:
+            SequenceMesh.from_device_mesh(device_mesh, **(wrong if ctx.rank == rank else {}))
+        errors.append(f"{type(caught.value).__name__}: {caught.value}")
+    return errors
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
+def test_one_rank_that_contradicts_a_device_mesh_stops_all(pool, shape):
+    wanted = (1, "ulysses_degree=3"), (WORLD - 1, "order='ring-ulysses'")
+    for rank, errors in enumerate(pool.run(contradicting, WORLD, timeout=30, shape=shape)):
+        for text, (wrong, number) in zip(errors, wanted * 2, strict=True):
+            kind = "ConfigError" if rank == wrong else "MeshError"
+            assert text.startswith(kind) and number in text, text
+            assert f"the DeviceMesh has ulysses {shape[1]}" in text, text
+
+
 def meshes(ctx: RankContext) -> list[tuple[Any, ...]]:
     """Degrees, order, places and the error of a call of each mesh that a DeviceMesh gives."""
     replicas = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ring", "ulysses"))
