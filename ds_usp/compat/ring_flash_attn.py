@@ -228,7 +228,7 @@ class _Functions:
                 "world_size) returned, with the same causal"
             )
         starts = torch.zeros(tokens, dtype=torch.bool, device=prepared[_PREPARED[0]].device)
-        starts[queries[1:-1]] = True
+        starts[[x for x in queries[1:-1] if x < tokens]] = True  # an empty one may end a shard
         starts[0] = k_borders[0] == first
         whole = mesh.gather(starts, mesh.layout("contiguous", tokens * mesh.sp_degree), 0)
         borders = (*whole.nonzero().flatten().tolist(), len(whole))
@@ -292,10 +292,10 @@ def _unpack(name: str, packed: list[torch.Tensor], ndim: int) -> list[torch.Tens
     shapes, last = [list(x.shape) for x in packed], packed[-1]
     if len(packed) < 3 and last.ndim == ndim + 1 and last.shape[-3] == 4 - len(packed):
         packed = [*packed[:-1], *last.unbind(-3)]
-    if len(packed) != 3 or any(x.ndim != ndim for x in packed):
+    if len(packed) != 3 or any(x.ndim != ndim or not x.shape[-3] for x in packed):
         raise ConfigError(
-            f"{name} takes {'[batch, ' if ndim == 4 else '['}tokens, heads, head_dim], with 2 or 3 "
-            f"before the heads where k and v, or q, k and v, are packed; got {shapes}"
+            f"{name} takes {'[batch, ' if ndim == 4 else '['}tokens, heads, head_dim], tokens > 0, "
+            f"with 2 or 3 before the heads where k and v, or q, k and v, are packed; got {shapes}"
         )
     return packed if ndim == 4 else [x.unsqueeze(0) for x in packed]
 
