@@ -6,8 +6,9 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, SupportsIndex
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 import ds_usp
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
 from megatron_patches.megatron_core.groups import LAYOUT, RANK_ORDER, check_size
+from megatron_patches.megatron_core.packed_documents import packed_documents
 from megatron_patches.megatron_core.recurrent_layers import ATTRIBUTE, LayerSharding, OneRank
 from megatron_patches.settings import MeshSettings
 
@@ -190,29 +192,34 @@ class ContextParallel:
         return layout.shard(frequencies, dim, mesh.rank)
 
     def prepare_inputs(self, original: Any, model: Any, *args: Any, **kw: Any) -> Any:
-        """``GPTModel._preprocess``; UnsupportedAttentionError for M-RoPE positions that are not
-        those of the whole sequence."""
-        config, ranks = model.config, model.config.context_parallel_size
-        has_axes = model.position_embedding_type == "mrope" and not config.multi_latent_attention
-        if self.settings is None or not has_axes or ranks == 1:
-            return original(model, *args, **kw)
+        """``GPTModel._preprocess``, and checks before rotary embedding, which splits tokens by the
+        lengths of documents as they are: USPError for documents of format ``thd`` that do not fit,
+        UnsupportedAttentionError for M-RoPE positions that are not those of the whole sequence."""
+        config, settings = model.config, self.settings
         arguments = inspect.signature(original).bind(model, *args, **kw).arguments
-        rotary = model.rotary_pos_emb
-        group = rotary.cp_group
-        if getattr(arguments.get("packed_seq_params"), "qkv_format", None) == "thd":
-            rotary.cp_group = OneRank()  # each layer takes its tokens' frequencies of all
-        try:
+        packed, ranks = arguments.get("packed_seq_params"), config.context_parallel_size
+        is_thd = getattr(packed, "qkv_format", None) == "thd"
+        has_axes = model.position_embedding_type == "mrope" and not config.multi_latent_attention
+        is_checked = is_thd or (has_axes and ranks > 1)
+        if settings is None or not is_checked or (ranks == 1 and not settings.everywhere):
+            return original(model, *args, **kw)
+        rotary = model.rotary_pos_emb if has_axes and is_thd else SimpleNamespace(cp_group=None)
+        with mock.patch.object(rotary, "cp_group", OneRank()):  # layers shard them
             inputs, *rest = original(model, *args, **kw)
-        finally:
-            rotary.cp_group = group
-        tensor_parallel = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        tokens = arguments["position_ids"].shape[-1]
-        if inputs is not None and tokens != len(inputs) * tensor_parallel * ranks:
-            raise UnsupportedAttentionError(
-                f"position_ids of M-RoPE are of {tokens} tokens, and the {ranks} context-parallel "
-                f"ranks have {len(inputs) * tensor_parallel} each: give every rank those of the "
-                "whole sequence, [3, batch, tokens]"
-            )
+        hidden = model.decoder.input_tensor if inputs is None else inputs  # of an earlier stage
+        local = len(hidden) * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        tokens = arguments["position_ids"].shape[-1] if has_axes else local * ranks
+        mesh = self.mesh_over(model.cp_group)
+        with mesh.consistency.raising_everywhere():
+            if inputs is not None and tokens != local * ranks:
+                raise UnsupportedAttentionError(
+                    f"position_ids of M-RoPE are of {tokens} tokens, and the {ranks} "
+                    f"context-parallel ranks have {local} each: give every rank those of the whole "
+                    "sequence, [3, batch, tokens]"
+                )
+            if is_thd:
+                like = hidden.new_empty(local, 0)
+                packed_documents(packed, ds_usp.MaskSpec.causal(), settings.layout, mesh, like)
         return inputs, *rest
 
     def mesh_over(self, group: dist.ProcessGroup | None) -> ds_usp.SequenceMesh:
@@ -330,9 +337,6 @@ def without_transformer_engine(
     TransformerEngine is not installed."""
     from megatron.core.transformer import multi_latent_attention as module
 
-    is_installed = module.HAVE_TE
-    module.HAVE_TE = is_installed and isinstance(module.TELinear, type)
-    try:
+    is_installed = module.HAVE_TE and isinstance(module.TELinear, type)
+    with mock.patch.object(module, "HAVE_TE", is_installed):
         original(attention, *args, **kwargs)
-    finally:
-        module.HAVE_TE = is_installed

@@ -241,11 +241,7 @@ class USPCoreAttention(torch.nn.Module):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         refuse_inexact_options(config, layer_number, attention_type, dropout, num_splits)
         self.mesh, self.layout = mesh, layout
-        self._options: dict[str, Any] = {
-            "mesh": mesh,
-            "softmax_scale": softmax_scale,
-            "kernel": kernel,
-        }
+        self._options = {"mesh": mesh, "softmax_scale": softmax_scale, "kernel": kernel}
         self.attn_mask_type = attn_mask_type
         self.mask = layer_mask(attn_mask_type, config, layer_number)
         self.softmax_type = config.softmax_type
@@ -319,7 +315,7 @@ class USPCoreAttention(torch.nn.Module):
         if packed_seq_params is not None:
             documents = packed_documents(packed_seq_params, mask, layout, self.mesh, tokens)
             mask, layout, padding = documents.mask, documents.layout, documents.padding
-        options = {**self._options, "layout": layout, "mask": mask}
+        options: dict[str, Any] = {**self._options, "layout": layout, "mask": mask}
         if self.softmax_type != "vanilla":
             options["scores"] = self._with_sinks()
         return options, padding

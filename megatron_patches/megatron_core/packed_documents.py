@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import le
 from typing import Any
 
 import torch
@@ -53,21 +54,20 @@ def packed_documents(
     Raises:
         UnsupportedAttentionError: another format, other documents of keys than of queries, offsets
             that do not fit together, or a group of its own for the batch.
-        LayoutError: documents of ``thd`` that do not divide into two chunks a rank.
+        ConfigError, LayoutError: documents that do not ascend from 0 to the end of the sequence;
+            those of ``thd`` that do not divide into two chunks a rank. On others a MeshError.
     """
-    offsets = [getattr(params, name, None) for name in _OFFSETS]
-    names = [name for name, x in zip(_OFFSETS, offsets, strict=True) if x is not None]
-    key = (*names, params.qkv_format, rule, layout, tokens.shape[0], tokens.device)
-    return mesh.readings.of(
-        [x for x in offsets if x is not None],
-        key,
-        lambda: _read(params, offsets, rule, layout, mesh, tokens),
-    )
+    offsets = {x: y for x in _OFFSETS if (y := getattr(params, x, None)) is not None}
+    key = (*offsets, params.qkv_format, rule, layout, tokens.shape[0], tokens.device)
+    with mesh.consistency.raising_everywhere():
+        return mesh.readings.of(
+            [*offsets.values()], key, lambda: _read(params, offsets, rule, layout, mesh, tokens)
+        )
 
 
 def _read(
     params: Any,
-    tensors: Sequence[Tensor | None],
+    offsets: Mapping[str, Tensor],
     rule: ds_usp.MaskSpec,
     layout: ds_usp.TokenLayout | str,
     mesh: ds_usp.SequenceMesh,
@@ -87,7 +87,10 @@ def _read(
             f"layer has {mesh.sp_degree} ranks in every batch. Switch hybrid context parallelism "
             "off (--hybrid-context-parallel)"
         )
-    lengths, places = _lengths_and_places(tensors)
+    shapes = [list(x.shape) for x in offsets.values()]
+    if params.qkv_format == "thd" and any(len(shape) != 1 for shape in shapes):
+        raise UnsupportedAttentionError(f"offsets {shapes} of 'thd' must be [documents + 1] each")
+    lengths, places = _lengths_and_places(offsets)
     seq_len = tokens.shape[0] * mesh.sp_degree
     if params.qkv_format == "thd":
         layout = _layout_of_each_document(places, layout, seq_len, mesh)
@@ -106,24 +109,23 @@ def _read(
 
 
 def _lengths_and_places(
-    tensors: Sequence[Tensor | None],
+    offsets: Mapping[str, Tensor],
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the documents' cumulative lengths without padding, and their borders in the tensors,
-    for each sample or once for all; from the four ``tensors`` that ``_OFFSETS`` names.
+    for each sample or once for all; from those of the offsets that are given.
 
     Raises:
         UnsupportedAttentionError: no documents, others of keys, or one longer than its place.
     """
     queries, keys, placed_queries, placed_keys = (
-        None if tensor is None else tensor.tolist() for tensor in tensors
+        offsets[name].tolist() if name in offsets else None for name in _OFFSETS
     )
     if queries is None or keys not in (None, queries):
         raise UnsupportedAttentionError(
             f"cu_seqlens_q {queries} and cu_seqlens_kv {keys} of packed_seq_params must be the "
             "same documents; leave cu_seqlens_kv out"
         )
-    if placed_queries is None:
-        placed_queries = queries
+    placed_queries = queries if placed_queries is None else placed_queries
     if placed_keys not in (None, placed_queries):
         raise UnsupportedAttentionError(
             f"cu_seqlens_q_padded {placed_queries} and cu_seqlens_kv_padded {placed_keys} of "
@@ -135,18 +137,17 @@ def _lengths_and_places(
     if len(lengths) != len(places) or not all(map(_fits, lengths, places)):
         raise UnsupportedAttentionError(
             f"the documents of cu_seqlens_q {queries} do not fit into the places of "
-            f"cu_seqlens_q_padded {placed_queries}: both need an offset for each document and "
-            "for the end, and a place as many tokens as its document or more"
+            f"cu_seqlens_q_padded {placed_queries}: both need a 0, then an offset for each "
+            "document's end, and a place as many tokens as its document or more"
         )
     return lengths, places
 
 
 def _fits(lengths: list[int], places: list[int]) -> bool:
     """Whether each document of one sample is at most as long as its place."""
-    return len(lengths) == len(places) and all(
-        stop - start <= end - begin
-        for (start, stop), (begin, end) in zip(pairwise(lengths), pairwise(places), strict=True)
-    )
+    sizes = [[end - begin for begin, end in pairwise(x)] for x in (lengths, places)]
+    begin_together = len(lengths) == len(places) and lengths[:1] == places[:1]
+    return begin_together and all(map(le, *sizes))
 
 
 def _separate_padding(
@@ -157,9 +158,8 @@ def _separate_padding(
     borders, padding = [], []
     for sample_lengths, sample_places in zip(lengths, places, strict=True):
         sample_borders, ranges = [*sample_places[:1]], []
-        for (start, stop), (begin, end) in zip(
-            pairwise(sample_lengths), pairwise(sample_places), strict=True
-        ):
+        pairs = zip(pairwise(sample_lengths), pairwise(sample_places), strict=True)
+        for (start, stop), (begin, end) in pairs:
             last = begin + stop - start
             sample_borders += last, end
             if last < end:
@@ -186,7 +186,7 @@ def _layout_of_each_document(
         LayoutError: documents that do not divide into two chunks a rank.
     """
     if mesh.sp_degree == 1:
-        return mesh.layout("contiguous", seq_len)
+        return mesh.layout("contiguous", seq_len, places)
     kind = layout if isinstance(layout, str) else layout.kind
     if kind != LAYOUT:
         raise UnsupportedAttentionError(

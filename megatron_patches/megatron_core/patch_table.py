@@ -85,7 +85,7 @@ def usp(context_parallel: ContextParallel) -> tuple[Patch, ...]:
             "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
             context_parallel.prepare_inputs,
             guard=megatron_core_guard("9a51b4366fd9de1e"),
-            reason="M-RoPE of packed documents: shards the frequencies twice",
+            reason="rotary embedding splits by documents' lengths unchecked, M-RoPE shards twice",
             upstream="wrong frequencies, or another number of them than tokens, on one rank alone",
         ),
         wrap(

@@ -27,6 +27,7 @@ def step(
     dense_mask: bool = False,
     contiguous: bool = False,
     documents: tuple[list[int], list[int]] | None = None,
+    other_offsets: list[int] | None = None,
     padding_token: int = 0,
     alone: bool = False,
     scheduled: bool = False,
@@ -40,6 +41,7 @@ def step(
         ep: ranks that share the experts of a layer.
         contiguous: the program shards its batches itself, in this order.
         documents: their lengths, and those of their places in a packed sequence (``thd``).
+        other_offsets: which the last rank alone gives as those of its documents, a mistake.
         alone: one pass for each of them instead, without packing and padding.
         scheduled: as :func:`run_schedule`, of some tokens alone.
         sharded_positions: of M-RoPE are this rank's alone, which is a mistake.
@@ -60,6 +62,10 @@ def step(
     three_axes = bool(model_options.get("mrope_section"))
     if documents:
         passes = [packed(*documents, padding_token, three_axes)]
+        if other_offsets and dist.get_rank() == dist.get_world_size() - 1:
+            given = passes[0][0]["packed_seq_params"]
+            given.cu_seqlens_q = given.cu_seqlens_kv = torch.tensor(other_offsets)
+            given.cu_seqlens_q_padded = given.cu_seqlens_kv_padded = None
         passes = alone_documents(*documents, three_axes) if alone else passes
         tokens = sum(documents[0])
     else:

@@ -328,6 +328,12 @@ REFUSED_BY_LAYERS: dict[str, Refused] = {
         UNSUPPORTED,
         "M-RoPE are of 8 tokens, and the 4 context-parallel ranks have 8 each",
     ),
+    "documents of one rank": (
+        {},
+        {"cp": 4, "documents": ([8, 16], [8, 16]), "other_offsets": [0, 8, 32]},
+        (LayoutError, MeshError),
+        "documents end at 32, the sequence has 24 tokens",
+    ),
     "a z-loss beside padding": (
         {},
         {"cp": 4, **EXPERTS, "padding_mask": True},
