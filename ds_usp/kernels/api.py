@@ -1,5 +1,8 @@
 """The interface of an attention kernel: what it declares, what a call asks of it, and a base class.
 
+``registry.py`` makes each kernel once a process; ``attention/passes.py`` calls it, without
+autograd, for each call of a ring step. Nothing here communicates.
+
 Shape letters: B batch, S query tokens, T key tokens, H query heads, G key/value heads, D head dim
 of queries and keys, E of values and outputs.
 """
@@ -26,12 +29,8 @@ GradBuffers = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of a kernel's backward; out and lse are final: merged over all key/value blocks.
-
-    Shapes:
-        dout, out ``[B, S, H, E]``, q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]``, lse
-        ``[B, H, S]``.
-    """
+    """Inputs of a kernel's backward: q, k and v as in QKV, dout and out ``[B, S, H, E]``, lse
+    ``[B, H, S]``; out and lse are final: merged over all key/value blocks."""
 
     dout: torch.Tensor
     q: torch.Tensor
@@ -46,7 +45,7 @@ class KernelRequest:
     """Properties that a call needs from a kernel, the same on every rank.
 
     Args:
-        device, dtype: of q, k and v; ``head_dim``: of q and k.
+        device, dtype: of q, k and v, the device's type alone; ``head_dim``: of q and k.
         mask: the window; documents change no kernel's answer, and differ from step to step.
         documents: the mask has documents.
         value_dim: head dim of values and outputs; None: ``head_dim``.
@@ -129,7 +128,7 @@ class KernelCaps:
 
 
 class AttentionKernel(Protocol):
-    """One attention library behind one interface. Autograd records none of its calls.
+    """One attention library behind one interface.
 
     Inputs are a whole query shard and a whole block of keys and values; results cover the call's
     rows ``call.q_span`` (``out``, ``lse``, ``dq``) and columns ``call.k_span`` (``dk``, ``dv``).
@@ -140,13 +139,9 @@ class AttentionKernel(Protocol):
     caps: KernelCaps
 
     def forward(self, qkv: QKV, call: KernelCall, *, scale: float) -> OutLse:
-        """Attention of the call's tiles alone; ``scale`` is a factor of the scores.
-
-        Shapes:
-            q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]`` -> out ``[B, rows, H, E]``
-            and lse ``[B, H, rows]``, the natural log-sum-exp of the scaled scores in fp32 (fp64
-            for fp64).
-        """
+        """Attention of the call's tiles alone: out ``[B, rows, H, E]`` and lse ``[B, H, rows]``,
+        the natural log-sum-exp of the scores, of which ``scale`` is a factor, in fp32 (fp64 for
+        fp64)."""
 
     def backward(
         self,
@@ -258,12 +253,12 @@ class SingleTileKernel:
 class PaddedHeadDimKernel:
     """A kernel for head dims that it does not compute by itself: pads them with zeros.
 
-    Exact: zeros add nothing to ``q . k``, and the output columns that they make are sliced off.
-    It costs the copies and the products with zeros, no communication.
-
     Args:
         dims: head dims of keys and of values, computed by ``kernel`` and no less than a call's.
     """
+
+    # Exact: zeros add nothing to q . k, and the output columns that they make are sliced off. It
+    # costs the copies and the products with zeros, no communication.
 
     def __init__(self, kernel: AttentionKernel, dims: Dims) -> None:
         self._kernel, self._dims = kernel, dims
@@ -308,8 +303,8 @@ class UnsuitableDeviceError(ImportError):
 
 
 def require_capability(major: int, library: str, *, only: bool = False) -> None:
-    """Check the GPU's compute capability before a library is imported; with ``only`` later
-    generations are not supported either.
+    """Check the GPU's compute capability, as kernels' constructors do before they import a library;
+    with ``only`` later generations are not supported either.
 
     Raises:
         UnsuitableDeviceError: no GPU, or one of another generation.
@@ -324,8 +319,7 @@ def require_capability(major: int, library: str, *, only: bool = False) -> None:
 
 
 def window_mask(tile: Tile, device: torch.device) -> torch.Tensor:
-    """The tile's mask, true where a query attends to a key: ``[rows, columns]`` bool, counted from
-    the tile's first row and column."""
+    """The tile's mask ``[rows, columns]``, true where a query attends to a key."""
     rows = torch.arange(tile.q_start, tile.q_stop, device=device)[:, None]
     distance = torch.arange(tile.k_start, tile.k_stop, device=device)[None, :] - rows
     return (distance >= tile.low) & (distance <= tile.high)

@@ -26,8 +26,7 @@ _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 class CudnnKernel(SingleTileKernel):
     """Grouped heads natively; its causal mask is aligned to the top left, and it has no window: a
-    tile is full, or causal and square. Tensors are the tile's, ``[B, tokens, heads, D]``, where
-    torch takes heads first; backward is given out and log-sum-exp of all keys."""
+    tile is full, or causal and square."""
 
     # One call a document: with cumulative lengths torch's ``_cudnn_attention_backward`` returned
     # wrong gradients, some NaN, for three of four sets of documents (torch 2.11, cuDNN 9.19, H100).
@@ -48,6 +47,8 @@ class CudnnKernel(SingleTileKernel):
             self.caps = replace(self.caps, head_dims=HEAD_DIMS["cudnn", None])
         self._eager = EagerKernel()  # for one query and one key, which cuDNN refuses
 
+    # The tile's rows of q, out and their gradients, its columns of k and v, [B, tokens, heads, D],
+    # where torch takes heads first; lse [B, H, rows]. In ``saved`` out and lse are of all keys.
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
         # cuDNN refuses a single query with a single key (last tokens of uneven shards).
         if tile.rows == tile.columns == 1:

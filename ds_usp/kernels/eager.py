@@ -21,12 +21,7 @@ from ds_usp.kernels.head_dims import HEAD_DIMS
 # out and lse of all blocks, not of this one, and autograd would differentiate this block's softmax.
 class EagerKernel(SingleTileKernel):
     """Materializes all ``[B, H, rows, columns]`` scores: for checks, and for what no other kernel
-    computes. Computes and returns fp32 (fp64 for fp64), whatever the inputs' dtype.
-
-    Tensors are the tile's rows and columns, ``[B, tokens, heads, D]``; backward is given out and
-    log-sum-exp of all keys, and its gradients are the tile's share. Letters of the products: b
-    sample, g KV head, r query head of it, s query, t key, d feature.
-    """
+    computes. Computes and returns fp32 (fp64 for fp64), whatever the inputs' dtype."""
 
     name = "eager"
     caps = KernelCaps(
@@ -45,6 +40,9 @@ class EagerKernel(SingleTileKernel):
     def with_softcap(self, softcap: float) -> EagerKernel:
         return EagerKernel(softcap)
 
+    # The tile's rows of q, out and their gradients, its columns of k and v, [B, tokens, heads, D];
+    # lse [B, H, rows]. In ``saved`` out and lse are of all keys. Letters of the products: b sample,
+    # g KV head, r query head of it, s query, t key, d feature.
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
         q, k, v = qkv
         dtype, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]

@@ -27,14 +27,11 @@ _VECTOR_BYTES = 16
 
 
 class EfficientKernel(SingleTileKernel):
-    """The kernel for every GPU, and for fp32 without materializing all scores.
+    """The kernel for every GPU, and for fp32 without materializing all scores. It has no grouped
+    heads: keys and values are repeated for their query heads."""
 
-    fp32 is not TF32, whatever torch's switches are set to: from Ampere on the kernels add up three
-    TF32 products, which is as exact as fp32 (CUTLASS's OpMultiplyAddFastF32). It has no grouped
-    heads: keys and values are repeated for their query heads. Tensors are the tile's, ``[B, tokens,
-    heads, D]``; backward is given out and log-sum-exp of all keys.
-    """
-
+    # fp32 is not TF32, whatever torch's switches are set to: from Ampere on the kernels add up
+    # three TF32 products, which is as exact as fp32 (CUTLASS's OpMultiplyAddFastF32).
     name = "efficient"
     caps = KernelCaps(
         devices=frozenset({"cuda"}),
@@ -49,6 +46,8 @@ class EfficientKernel(SingleTileKernel):
         if torch.cuda.get_device_capability() < (8, 0):
             self.caps = replace(self.caps, dtypes=self.caps.dtypes - {torch.bfloat16})
 
+    # The tile's rows of q, out and their gradients, its columns of k and v, [B, tokens, heads, D];
+    # lse [B, H, rows]. In ``saved`` out and lse are of all keys.
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
         q, k, v = qkv
         out, lse, *_ = _forward(

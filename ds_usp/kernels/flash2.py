@@ -27,16 +27,10 @@ _torch_backward = torch.ops.aten._flash_attention_backward
 
 
 class Flash2Kernel(VarlenKernel):
-    """Grouped heads, windows and bottom-right causal masks natively.
+    """Grouped heads, windows and bottom-right causal masks natively."""
 
-    The base classes call :meth:`tile_forward` and :meth:`tile_backward`: of a tile, tensors are
-    ``[B, tokens, heads, D]`` and the log-sum-exp ``[B, H, rows]``; with ``lengths`` of all tiles of
-    a call, packed ``[N, heads, D]`` and ``[H, N]``.
-
-    The library takes a window bound of as many tokens as there are keys or more as none, which is
-    right as long as there are no more queries than keys.
-    """
-
+    # The library takes a window bound of as many tokens as there are keys or more as none, which is
+    # right as long as there are no more queries than keys: tall=False.
     name = "flash2"
     caps = KernelCaps(
         devices=frozenset({"cuda"}),
@@ -58,6 +52,8 @@ class Flash2Kernel(VarlenKernel):
         if not self._library.has_softcap:
             self.caps = replace(self.caps, softcap=False)
 
+    # The base classes call these two: of a tile with tensors [B, tokens, heads, D] and lse
+    # [B, H, rows]; with ``lengths`` of all tiles of a call, packed [N, heads, D] and [H, N].
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> OutLse:
@@ -70,8 +66,8 @@ class Flash2Kernel(VarlenKernel):
 
 
 class _FlashAttnPackage:
-    """The ``flash-attn`` package (``flash-attn-4`` alone leaves a folder of its name). It has the
-    methods of :class:`_TorchFlash`; a soft cap of 0.0 is none.
+    """The ``flash-attn`` package. It has the methods of :class:`_TorchFlash`, for tensors as those
+    of :class:`Flash2Kernel`; a soft cap of 0.0 is none.
 
     Raises:
         ImportError, AttributeError: it is not here, or in a version that lacks a function or
@@ -79,7 +75,7 @@ class _FlashAttnPackage:
     """
 
     def __init__(self) -> None:
-        import flash_attn
+        import flash_attn  # flash-attn-4 alone leaves a folder of its name
         from flash_attn import flash_attn_interface as library
 
         version = Version(flash_attn.__version__)

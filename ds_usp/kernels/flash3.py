@@ -19,12 +19,7 @@ _COMMON_ARGS = ("q", "k", "v", "softcap", *SeqLengths._fields)
 
 
 class Flash3Kernel(VarlenKernel):
-    """Grouped heads, windows and bottom-right causal masks natively.
-
-    The base classes call :meth:`tile_forward` and :meth:`tile_backward`: of a tile, tensors are
-    ``[B, tokens, heads, D]`` and the log-sum-exp ``[B, H, rows]``; with ``lengths`` of all tiles of
-    a call, packed ``[N, heads, D]`` and ``[H, N]``.
-    """
+    """Grouped heads, windows and bottom-right causal masks natively."""
 
     name = "flash3"
     caps = KernelCaps(
@@ -44,6 +39,8 @@ class Flash3Kernel(VarlenKernel):
         self._fwd = SignatureAdapter(library._flash_attn_forward, *_COMMON_ARGS, "num_splits")
         self._bwd = SignatureAdapter(library._flash_attn_backward, *_COMMON_ARGS, *BACKWARD_ARGS)
 
+    # The base classes call these two: of a tile with tensors [B, tokens, heads, D] and lse
+    # [B, H, rows]; with ``lengths`` of all tiles of a call, packed [N, heads, D] and [H, N].
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> OutLse:

@@ -28,12 +28,7 @@ _LARGE_HEAD_DIMS = Version("4.0.0b36")
 
 
 class Flash4Kernel(VarlenKernel):
-    """Grouped heads, windows and bottom-right causal masks natively.
-
-    The base classes call :meth:`tile_forward` and :meth:`tile_backward`: of a tile, tensors are
-    ``[B, tokens, heads, D]`` and the log-sum-exp ``[B, H, rows]``; with ``lengths`` of all tiles of
-    a call, packed ``[N, heads, D]`` and ``[H, N]``.
-    """
+    """Grouped heads, windows and bottom-right causal masks natively."""
 
     name = "flash4"
     caps = KernelCaps(
@@ -60,6 +55,8 @@ class Flash4Kernel(VarlenKernel):
         if not has_softcap_backward or major >= 12:
             self.caps = replace(self.caps, softcap=False, deterministic=False)
 
+    # The base classes call these two: of a tile with tensors [B, tokens, heads, D] and lse
+    # [B, H, rows]; with ``lengths`` of all tiles of a call, packed [N, heads, D] and [H, N].
     def tile_forward(
         self, qkv: QKV, tile: TileOrCall, scale: float, lengths: Lengths = None
     ) -> OutLse:
@@ -83,7 +80,7 @@ class Flash4Kernel(VarlenKernel):
         options = dict(_mask_args(tile.window, scale))
         if lengths is not None:
             options.update(lengths._asdict())
-        if grad_buffers is not None:
+        if grad_buffers is not None:  # without ``lengths``; a dq of None is the library's own
             options["dq"], options["dk"], options["dv"] = grad_buffers
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
@@ -118,8 +115,8 @@ def _has_large_head_dims() -> bool:
 
 @lru_cache(maxsize=1024)
 def _mask_args(window: Bounds, scale: float) -> Mapping[str, Any]:
-    """Scale and mask as arguments of FlashAttention-4; None is no bound, where the libraries before
-    take -1 (``varlen.py``). Cached: a caller does not change it."""
+    """Scale and mask as arguments of FlashAttention-4; None is no bound, and -1 in ``varlen.py``,
+    for the libraries before. Cached: a caller does not change it."""
     is_causal = window == (None, 0)
     left, right = (None, None) if is_causal else window
     return {

@@ -1,4 +1,5 @@
-"""Head dims that a kernel computes exactly, by library and GPU generation: one table."""
+"""Head dims that a kernel computes exactly, by library and GPU generation: one table. A kernel's
+class takes a row of it as ``caps.head_dims``, by which ``registry.py`` refuses or pads calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Accumulators over kernel calls: outputs merged by their log-sum-exp, gradients summed, in fp32
-(fp64 for fp64)."""
+(fp64 for fp64).
+
+``attention/passes.py`` makes them, for one head chunk and pass on one rank, on the current stream.
+Nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,8 @@ _FEW_ELEMENTS = 2**22
 # once, and three merges of two read the running result twice more. A single one that covers the
 # shard is the result, so one kernel call costs no merge.
 class OutputAccumulator:
-    """The attention output of a query shard, merged over key blocks (online softmax). Rows that no
-    block covers have out 0 and lse -inf.
+    """The attention output of a query shard, merged over key blocks. Rows that no block covers have
+    out 0 and lse -inf.
 
     Args:
         q: the query shard ``[B, S, H, .]``, for shape, dtype and device.
@@ -48,15 +52,9 @@ class OutputAccumulator:
         self._accumulators: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, out: torch.Tensor, lse: torch.Tensor, span: Span) -> None:
-        """Add a kernel call's output and take ownership of it: it may be written. Rows that see
-        none of the call's keys have lse ``-inf`` and add nothing.
-
-        Args:
-            span: the shard's rows (start, stop) that they are for.
-
-        Shapes:
-            out ``[B, rows, H, D]``, lse ``[B, H, rows]``.
-        """
+        """Add a kernel call's output ``[B, rows, H, D]`` and lse ``[B, H, rows]``, of the shard's
+        rows ``span`` (start, stop), and take ownership: they may be written. Rows that see none of
+        the call's keys have lse ``-inf`` and add nothing."""
         self._spans.append(span)
         self._partials.append((out, lse))
         limit = _MAX_DEFERRED_2_BYTES if out.element_size() == 2 else _MAX_DEFERRED
@@ -92,9 +90,8 @@ class OutputAccumulator:
         return out, lse
 
     def _write_result(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write what :meth:`result` returns, of partial results that are not merged yet.
-
-        ``out`` and ``lse`` may be the first of them, which covers all rows then."""
+        """Write what :meth:`result` returns, of partial results that are not merged yet. ``out``
+        and ``lse`` may be the first of them, which covers all rows then."""
         in_place = out is self._partials[0][0] if self._partials else False
         for rows, spans in coverage_runs(tuple(self._spans), 0, self._q.shape[1]):
             if in_place and len(spans) == 1:  # it has these rows
@@ -133,7 +130,8 @@ class OutputAccumulator:
 
 
 # Backward needs no such weights: given the final out and lse, a block's probabilities are
-# exp(score - lse), whatever the other blocks are. So gradients of blocks just add, in fp32.
+# exp(score - lse), whatever the other blocks are. So gradients of blocks just add, in fp32. Packing
+# takes it as a DeferredSum (comm/packing.py), with as_tensor_if_single, result and write.
 class GradAccumulator:
     """The gradient of a shard ``[B, tokens, heads, D]``, summed over the calls that touch it.
 
@@ -157,7 +155,8 @@ class GradAccumulator:
         sum_now: bool = False,
         defer: bool = False,
     ) -> None:
-        """Add the partial gradients of these token spans, concatenated in ``grad``.
+        """Add the partial gradients of these token spans (start, stop), which lie one after the
+        other in dim 1 of ``grad``; the sum may be written into it.
 
         Args:
             sum_now: the caller reuses the memory of ``grad``, so it is summed before the return.
@@ -206,7 +205,9 @@ class GradAccumulator:
 
     def write(self, out: torch.Tensor, first: int = 0) -> None:
         """Write the sum of the tokens from ``first`` on into ``out`` ``[B, tokens, heads, D]``, as
-        many as that has, rounded to its dtype. It may be the first partial gradient."""
+        many as that has, rounded to its dtype. It may be the first partial gradient, or a view of
+        the same memory, as of a send buffer into which a kernel wrote it: it is not copied then."""
+        # Such a view is another tensor: _sum_into finds by ``is_set_to`` that it is there already.
         in_place = out is self._partials[0] if self._partials else False
         for rows, spans in coverage_runs(tuple(self._spans), first, first + out.shape[1]):
             if in_place and len(spans) == 1:  # it has these tokens
@@ -241,7 +242,7 @@ class GradAccumulator:
         self._first_is_sum = True
 
 
-def _acc_dtype(x: torch.Tensor) -> torch.dtype:
+def _acc_dtype(x: torch.Tensor) -> torch.dtype:  # fp32, fp64 for fp64
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -266,8 +267,8 @@ def _fused_for(*tensors: torch.Tensor) -> ModuleType | None:
 
 
 def _sum_into(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
-    """Write a sum of tensors of one shape in one pass, added in fp32 and rounded once; the first
-    may be ``out``."""
+    """Write a sum of tensors of one shape in one pass, added in fp32 and rounded once; no tensors:
+    zeros. The first may be ``out``, or a view of the same memory."""
     if not partials:
         out.zero_()
     elif len(partials) == 1:
@@ -314,16 +315,14 @@ def merge_rows(
     new: torch.Tensor,
     new_lse: torch.Tensor,
 ) -> None:
-    """Write the attention over two sets of keys from that over each, with torch's operations.
+    """Write the attention over two sets of keys from that over each, with torch's operations:
+    out, old, new ``[B, S, H, D]``, lse, old_lse, new_lse ``[B, H, S]``. ``out`` and ``lse`` may be
+    ``old`` and ``old_lse``.
 
-    The output moves from the old one towards the new one by the weight
-    ``sigmoid(new_lse - old_lse)``, which is ``exp(new_lse - log(exp(old_lse) + exp(new_lse)))``
-    without overflow (online softmax, arXiv 1805.02867). ``out`` and ``lse`` may be ``old`` and
-    ``old_lse``.
-
-    Shapes:
-        out, old, new ``[B, S, H, D]``, lse, old_lse, new_lse ``[B, H, S]``.
+    Source: online softmax, arXiv 1805.02867.
     """
+    # The output moves from the old one towards the new one by sigmoid(new_lse - old_lse), which is
+    # exp(new_lse - log(exp(old_lse) + exp(new_lse))) without overflow.
     dtype = lse.dtype
     # -inf - -inf is NaN: a row that neither block shows anything keeps weight 0 and lse -inf.
     difference = (new_lse - old_lse).masked_fill_(new_lse == float("-inf"), float("-inf"))  # no NaN

@@ -1,7 +1,5 @@
-"""Merges of attention outputs and sums of gradients, each a single pass on the GPU (Triton).
-
-Pointers and strides are written out: tuple arguments need Triton 3.3, torch 2.6 has 3.2.
-"""
+"""Merges of attention outputs and sums of gradients, each a single pass on the GPU (Triton), for
+``merge.py``, which imports this where Triton is installed and computes the same without it."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import triton.language as tl
 
 from ds_usp.lowlevel import CachedLauncher
 
+# Pointers and strides are written out below: tuple arguments need Triton 3.3, torch 2.6 has 3.2.
 _ROWS = 32
 _MAX_PARTIALS = 8
 
@@ -25,10 +24,8 @@ def _arguments(
     """Return a launch's grid, integers and constants, for tensors ``[B, rows, H, D]``, of which the
     first is the result, and log-sum-exps ``[B, H, rows]``. Integers are the numbers of rows and
     features, and all strides but the last, tensor by tensor, as the kernels below name them.
-
-    Args:
-        count: partial results, the kernels' constant COUNT; 0: the kernel has none.
-    """
+    ``count``: partial results, the kernels' COUNT; 0: they have none."""
+    # CachedLauncher caches it by count, the first shape, dtypes and strides, which alone it reads.
     batch, rows, heads, dim = tensors[0].shape
     strides = chain.from_iterable([x.stride()[:-1] for x in tensors])
     constants = {"COUNT": count} if count else {}
@@ -94,11 +91,8 @@ def merge_fused(
     new: torch.Tensor,
     new_lse: torch.Tensor,
 ) -> None:
-    """:func:`ds_usp.kernels.merge.merge_rows`: one read of each partial result, one
-    write.
-
-    Features and, of the log-sum-exps, rows are contiguous.
-    """
+    """:func:`ds_usp.kernels.merge.merge_rows` with one read of each partial result and one write.
+    Features and, of the log-sum-exps, rows are contiguous."""
     _LAUNCH_MERGE.launch_by_tensors((out, lse, old, old_lse, new, new_lse), 0, _arguments)
 
 
@@ -153,7 +147,7 @@ _LAUNCH_MERGE_OF_FOUR = CachedLauncher(_merge_of_four)
 def merge_up_to_4_fused(
     out: torch.Tensor, lse: torch.Tensor, partials: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """:func:`merge_fused` of three or four partial results (values, log-sum-exp), of which only
+    """:func:`merge_fused` of three or four partial results (output, log-sum-exp), of which only
     the first may be ``out`` and ``lse``."""
     operands = chain.from_iterable([*partials, *[partials[0]] * (4 - len(partials))])
     _LAUNCH_MERGE_OF_FOUR.launch_by_tensors((out, lse, *operands), len(partials), _arguments)
@@ -215,10 +209,8 @@ _LAUNCH_SUM_OF_FEW, _LAUNCH_SUM = CachedLauncher(_sum_of_few), CachedLauncher(_s
 
 
 def sum_fused(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> None:
-    """Write the sum of tensors ``[B, rows, H, D]`` with contiguous features, in fp32 or fp64.
-
-    One read of each, one write; of more than eight, eight at a time.
-    """
+    """Write the sum of tensors ``[B, rows, H, D]`` with contiguous features, added in fp32 (fp64
+    for fp64) and rounded once; of more than eight, eight at a time. The first may be ``out``."""
     acc_dtype = torch.promote_types(out.dtype, torch.float32)
     while len(partials) > _MAX_PARTIALS:
         total = torch.empty_like(out, dtype=acc_dtype)

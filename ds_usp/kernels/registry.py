@@ -1,4 +1,5 @@
-"""The table of kernels and the choice among them."""
+"""The table of kernels and the choice among them, which ``attention/plan.py`` makes once a plan of
+a call, on every rank by itself; the ranks then compare the kernel's name."""
 
 from __future__ import annotations
 
@@ -77,6 +78,7 @@ def _named(name: str) -> tuple[KernelEntry, ...]:
 
 
 def _adapted(kernel: AttentionKernel, request: KernelRequest) -> AttentionKernel:
+    """The kernel with the padding and the soft cap of a request, which it can serve."""
     dims = kernel.caps.head_dims.padded(request.head_dims)
     if dims != request.head_dims:
         kernel = PaddedHeadDimKernel(kernel, dims)

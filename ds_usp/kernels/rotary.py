@@ -1,4 +1,5 @@
-"""Rotary position embedding of queries and keys, by a table of angles or by positions."""
+"""Rotary position embedding of one rank's queries and keys, by a table of angles (``USPAttention``
+with ``rotary_pos_emb``) or by positions (models' own calls). Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -118,16 +119,15 @@ class RotaryPositions(NamedTuple):
     """Positions of tokens, of which cosines and sines are computed where they are needed, for some
     tokens at a time.
 
-    An angle is position times inverse frequency, rounded to the inverse frequencies' dtype; cosine
-    and sine are computed in that dtype and rounded to that of queries and keys; products and their
-    sum are rounded to it each. In fp32 angles this is what megatron-core computes without fusion,
-    bit for bit. fp32 has no integers above 2^24: longer sequences take angles in fp64.
-
     Attributes:
         positions: ``[s]`` of this rank's tokens, int64.
         inverse_frequencies: ``[r / 2]``, fp32 or fp64.
     """
 
+    # An angle is position times inverse frequency, rounded to the inverse frequencies' dtype;
+    # cosine and sine are computed in that dtype and rounded to that of queries and keys; products
+    # and their sum are rounded to it each. In fp32 angles this is what megatron-core computes
+    # without fusion, bit for bit. fp32 has no integers above 2^24: longer sequences take fp64.
     positions: torch.Tensor
     inverse_frequencies: torch.Tensor
 
@@ -161,7 +161,7 @@ class RotaryPositions(NamedTuple):
             )
 
     def table(self, start: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cos and sin ``[stop - start, r]`` of these tokens."""
+        """Cos and sin ``[stop - start, r]``, both halves equal, of the tokens ``start : stop``."""
         inverse = self.inverse_frequencies
         angles = torch.outer(self.positions[start:stop].to(inverse.dtype), inverse)
         cos, sin = (x.to(dtype).repeat(1, 2) for x in (angles.cos(), angles.sin()))
@@ -170,14 +170,8 @@ class RotaryPositions(NamedTuple):
     def rotate_in_place(
         self, tensors: Sequence[torch.Tensor], token_dim: int, *, transposed: bool = False
     ) -> None:
-        """Rotate queries and keys of one dtype in place; not differentiable.
-
-        Args:
-            transposed: the transpose, which gradients go through.
-
-        Raises:
-            ConfigError: another number of tokens than of positions.
-        """
+        """Rotate queries and keys of one dtype in place, not differentiable; ``transposed``: by the
+        transpose, as gradients are. ConfigError for another number of tokens than of positions."""
         tokens, dim = len(self.positions), 2 * len(self.inverse_frequencies)
         for x in tensors:
             self._check_tokens(x, token_dim)
@@ -219,17 +213,14 @@ def rotate_projected(
 ) -> torch.Tensor:
     """Rotate queries and keys in place in the output of their projection, before it is split.
 
-    Shapes:
-        qkv: ``[s, b, g n D]`` as megatron-core has it: for each of g key/value heads its query
-        heads, its key and its value; the result is the same tensor, but a new one in a graph and
-        where qkv is a view.
-
-    Args:
-        rotary: of the s tokens.
-        kv_heads, head_dim: g, D.
-
     Within an activation checkpoint qkv is computed there too: an input of the checkpoint would be
     rotated again when it is recomputed.
+
+    Args:
+        qkv: ``[s, b, g n D]`` as megatron-core has it: for each of g key/value heads its query
+            heads, its key and its value, n heads; the result is the same tensor, but a new one in a
+            graph and where qkv is a view.
+        rotary: of the s tokens; ``kv_heads``, ``head_dim``: g, D.
 
     Raises:
         ConfigError: shapes that do not fit, or inverse frequencies that are trained.
@@ -277,9 +268,8 @@ class RotationInPlace(torch.autograd.Function):
 
         Args:
             positions, inverse: the fields of :class:`RotaryPositions`, tensors that backward needs.
-            heads: sizes of the dims into which all dims of x behind the tokens are viewed: KV heads
-                of all samples, heads for each of them, of which the last is not rotated, features;
-                None: x has heads and features.
+            heads: x is a projection ``[s, b, g n D]``, viewed as ``[s, b g, n, D]`` of these last
+                sizes, of whose n heads the last, the value, is not rotated; None: x has its heads.
         """
         ctx.save_for_backward(positions, inverse)
         ctx.args = token_dim, heads, transposed

@@ -23,9 +23,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 class SdpaKernel(SingleTileKernel):
     """Grouped heads natively. Its causal mask is aligned to the top left, so only square tiles
-    use it; windows are passed as a ``[rows, columns]`` bias. Tensors are the tile's, ``[b, tokens,
-    heads, d]``, where torch takes heads first; a backward pass is given out and log-sum-exp of all
-    keys, and its gradients are the tile's share."""
+    use it; windows are passed as a ``[rows, columns]`` bias."""
 
     name = "sdpa"
     caps = KernelCaps(
@@ -42,6 +40,8 @@ class SdpaKernel(SingleTileKernel):
                 f"needs torch {_MIN_TORCH}, for grouped heads; not {torch.__version__}"
             )
 
+    # The tile's rows of q, out and their gradients, its columns of k and v, [B, tokens, heads, D],
+    # where torch takes heads first; lse [B, H, rows]. In ``saved`` out and lse are of all keys.
     def tile_forward(self, qkv: QKV, tile: Tile, scale: float) -> OutLse:
         q, k, v = qkv
         out, lse = _flash_forward(

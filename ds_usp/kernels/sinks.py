@@ -1,5 +1,6 @@
 """Attention sinks: a learned or fixed logit a query head beside the scores in the softmax.
 
+``attention/passes.py`` calls these at the end of a head chunk, with the sinks of its heads.
 Letters of the shapes: B batch, S query rows, H query heads, D head dim.
 """
 
@@ -36,12 +37,11 @@ def sink_gradient(
     """The gradient of the sinks ``[H]`` from these tokens, in the log-sum-exp's dtype: one summand
     of the gradient, whose others are other ranks'.
 
-    The sink's weight is ``p = exp(sink - lse)`` and its value 0, so its score's gradient, which is
-    ``p * (dout . value - dout . out)``, is ``-p * (dout . out)``.
-
     Shapes:
         dout, out ``[B, S, H, D]``, lse ``[B, H, S]``, both of keys and sinks together.
     """
+    # The sink's weight is p = exp(sink - lse) and its value 0, so its score's gradient, which is
+    # p * (dout . value - dout . out), is -p * (dout . out).
     acc_dtype = lse.dtype
     total = torch.zeros_like(sinks, dtype=acc_dtype)
     rows = max(1, _BLOCK_ELEMENTS // out[:, :1].numel())

@@ -59,8 +59,7 @@ class VarlenKernel(SingleTileKernel):
         Shapes:
             One tile: q ``[B, S, H, D]``, k ``[B, T, G, D]``, v ``[B, T, G, E]`` -> out
             ``[B, S, H, E]``, lse ``[B, H, S]``, where S and T are the tile's rows and columns.
-            With ``lengths``: q ``[N, H, D]``, k ``[N, G, D]``, v ``[N, G, E]`` -> out
-            ``[N, H, E]``, lse ``[H, N]``.
+            With ``lengths`` B and S, or T, are one dim N, and lse is ``[H, N]``.
         """
         raise NotImplementedError
 
@@ -116,10 +115,9 @@ class VarlenKernel(SingleTileKernel):
 # parameter without a default that nobody gives is None, by which these libraries mean that a
 # feature is not used.
 class SignatureAdapter:
-    """Calls a FlashAttention function by parameter name: one interface for its versions.
-
-    A call takes a tile or a :class:`KernelCall`, the scale, its :class:`SeqLengths` if it is a
-    varlen function, and other arguments by name; it returns what the function does.
+    """Calls a FlashAttention function by parameter name: one interface for its versions. A call
+    takes a tile or a :class:`KernelCall`, the scale, its :class:`SeqLengths` if it is a varlen
+    function, and other arguments by name; it returns what the function does.
 
     Args:
         function: a function, or an operator that torch made of one.
@@ -244,7 +242,7 @@ def _pack_call(call: KernelCall, batch: int, device: torch.device, stream: int) 
         stream: of :func:`_current_stream`; a part of the cache's key alone, as tensors that are
             made on one stream may not be ready on another.
     """
-    samples = call.tiles * (batch if len(call.tiles) == 1 else 1)
+    samples = call.tiles * (batch if len(call.tiles) == 1 else 1)  # once for all, or for each
     tiles = [(sample, tile) for sample, tiles in enumerate(samples) for tile in tiles]
     rows, columns = call.q_stop - call.q_start, call.k_stop - call.k_start
     q_runs = [(sample * rows + tile.q_start - call.q_start, tile.rows) for sample, tile in tiles]
