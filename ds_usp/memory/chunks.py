@@ -1,10 +1,11 @@
 """Activation checkpoints of token-wise functions, one chunk of tokens at a time.
 
 torch's checkpoints do the work, so that the parameters of all chunks stay inputs of one graph. Only
-the chunks' borders and the sums of parameters' gradients are functions of this module.
+the chunks' borders and the sums of parameters' gradients are functions of this module. MLP and
+attention layers of integrations and ``megatron_patches`` call it in each forward pass. Nothing here
+communicates, but hooks of a chunk's modules do (ZeRO-3, FSDP2): all ranks need as many chunks.
 
-Source: DeepSpeed's ALST (Bekman et al., 2506.13996), section 3.1.1, whose tiled MLP runs its own
-backward passes and so has to say to ZeRO which of its gradients is the last.
+Source: DeepSpeed's ALST (Bekman et al., 2506.13996), section 3.1.1, with backward passes of its own
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def in_chunks_at(
     dim: int,
     module: nn.Module | None,
 ) -> Tensor:
-    """Compute as :func:`in_chunks` does, in chunks ``(start, stop)`` that follow each other from 0
-    to the size of ``dim``, with a function that takes these two numbers too."""
+    """Compute as :func:`in_chunks` does, with a function that takes its chunk's ``(start, stop)``
+    of ``borders`` too. These ascend from 0 to the size of ``dim`` without gap or overlap: that is
+    not checked, and with others gradients are wrong."""
     size = x.shape[dim]
     if torch.compiler.is_compiling():  # a compiler has no use for the order of writes
         parts = [(x.narrow(dim, start, stop - start), start, stop) for start, stop in borders]
@@ -101,7 +103,8 @@ def _empty_output(result: Tensor, dim: int, length: int, size: int) -> Tensor:
 
 
 class TakeChunk(torch.autograd.Function):
-    """``x`` for the chunks to come, and the chunk ``[start, stop)`` of it: nothing is copied."""
+    """``x`` for the chunks to come, and the chunk ``[start, stop)`` of it: nothing is copied.
+    Backward has each chunk overwrite its own indices of one gradient, as none overlaps another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -111,8 +114,8 @@ class TakeChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, later: Tensor | None, grad: Tensor | None) -> tuple[Any, ...]:
-        # The last chunk is the first one here: it allocates the gradient of x, and all others write
-        # into it.
+        # The last chunk is the first one here: it allocates the gradient of x, which the others get
+        # as ``later`` and write into. If it has none, what follows this chunk must be zeros.
         if later is None and grad is not None:
             is_last = ctx.stop == ctx.shape[ctx.dim]
             later = (grad.new_empty if is_last else grad.new_zeros)(ctx.shape)
@@ -125,7 +128,7 @@ class TakeChunk(torch.autograd.Function):
 
 
 class WriteChunk(torch.autograd.Function):
-    """The output with one chunk's result written into it."""
+    """The output with one chunk's result written into it, where no other chunk writes."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, result: Tensor, dim: int, start: int) -> Tensor:
@@ -136,7 +139,8 @@ class WriteChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # All of it for the earlier chunks, which read their own part of it alone.
+        # All of it for the earlier chunks, not zeros where this one wrote: as chunks do not
+        # overlap, each reads its own part alone.
         return grad, grad.narrow(ctx.dim, ctx.start, ctx.length), None, None
 
 
@@ -147,7 +151,7 @@ _OWN_SUMS = ("torch._dynamo", "transformer_engine")
 
 def sum_in_fp32(run: Callable[..., Tensor], module: nn.Module | None) -> Any:
     """A function to call instead of ``run`` for each chunk of one forward pass, whose parameters'
-    gradients are summed in fp32; ``run`` itself where autograd's sums are as good."""
+    gradients are summed in fp32; ``run`` itself where none in low precision is summed here."""
     # Note [gradients of chunks]
     # A parameter of n chunks gets n gradients, which autograd sums in the parameter's dtype. In
     # bf16 each addition rounds: relative to one product over all tokens the error of the sum is 1.4
@@ -171,7 +175,8 @@ def sum_in_fp32(run: Callable[..., Tensor], module: nn.Module | None) -> Any:
 
 
 class _ChunkSums:
-    """The sums of one module's parameters over the chunks of one forward pass."""
+    """The sums of one module's parameters over the chunks of one forward pass; :meth:`views` is
+    entered for each chunk, in forward and when backward recomputes it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._root = module
@@ -225,7 +230,8 @@ class _ChunkSums:
 
 
 class _Sum(torch.autograd.Function):
-    """An empty tensor on whose gradient that of the parameter depends: the sum of its views'."""
+    """An empty tensor, the token, through which the parameter gets the sum of its views' gradients,
+    ``totals``, to which ``_View.backward`` adds."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -266,6 +272,7 @@ class _View(torch.autograd.Function):
 
 
 def _module_of(run: Callable[..., Any]) -> nn.Module | None:
+    """The module of ``run`` by the rule of :func:`in_chunks`; None: ``run`` shows none."""
     while isinstance(run, partial):
         if run.args and isinstance(run.args[0], nn.Module):
             return run.args[0]

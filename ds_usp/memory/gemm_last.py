@@ -4,14 +4,14 @@ Norms, activation functions and the product of a gated MLP cost next to nothing 
 their outputs and saved tensors are half of what a layer saves. Here the linear layer (the
 consumer) does not save its input, nor does the producer save its own tensors: when the linear
 layer's backward needs its input, the producer runs once more, from its own input, which is saved
-anyway. No matrix product (GEMM) runs twice and nothing is communicated. The linear layer may be of
-any class: it is recognized by the tensor that it saves for backward.
+anyway. No matrix product (GEMM) runs twice. The linear layer may be of any class: it is recognized
+by the tensor that it saves for backward.
 
-``torch.utils.checkpoint`` over producer and consumer needs its early stop for that, which comes one
-product too late where the consumer is an autograd function: such a one saves after it has computed.
+``megatron_patches`` links norms and linear layers once, when it builds a layer, and calls
+:func:`recompute_before` in each forward pass of an MLP, on each rank. Nothing here communicates,
+except the hooks by which a producer's module gathers its weights (ZeRO-3), in both runs.
 
-Source: Kuaishou (Yuan et al., ATC 24), section 4.3, whose linear layers own their norm; here no
-layer has to know.
+Source: Kuaishou (Yuan et al., ATC 24), section 4.3, whose linear layers own their norm.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class GemmLast:
 
 
 class _Recompute:
-    """Recomputes a producer's output and saved tensors."""
+    """Recomputes a producer's output and saved tensors of one forward call by ``rerun``, in
+    backward, when autograd asks for the first of them."""
 
-    # The graph refers to this, and this to no graph: it is freed after the last tensor that it
-    # recomputes has been used.
+    # The graph refers to this, and this to no graph: freed with the last tensor that it recomputes.
 
     def __init__(self, producer: Producer, rerun: Producer, inputs: Sequence[torch.Tensor]) -> None:
         self._producer, self._run_again = producer, rerun

@@ -4,6 +4,10 @@ checkpointed layers of which the first one alone keeps its input.
 Of ``n`` layers in groups of ``k``, ``n / k`` inputs are saved, and ``k - 1`` more exist while one
 group's backward runs; the forward pass of ``k - 1`` of ``k`` layers runs once more.
 
+Integrations and ``megatron_patches`` run each layer of a forward pass by :meth:`LayerMemory.run`;
+the rest runs from there, and in backward from autograd's hooks. Nothing here communicates, but a
+layer that runs again repeats its own exchanges: all ranks need one policy.
+
 Source: recursive checkpointing (Chen et al., 1604.06174), section 4.3, with one level of recursion.
 """
 
@@ -127,7 +131,7 @@ class LayerMemory:
         """``layer(*inputs)`` under the policy.
 
         Args:
-            number: the layer's index among those of this rank.
+            number: the layer's index; one not above the last call's begins another micro batch.
             layer: has no inputs with a gradient other than these.
         """
         with self.offload.layer(number) if self.offload else nullcontext():
@@ -175,7 +179,7 @@ class LayerGroups:
         """``checkpoint(layer, hidden)``, as the next layer of the open group or in a new group.
 
         Args:
-            number: an index not above the last call's begins another micro batch.
+            number: as for :meth:`LayerMemory.run`.
 
         Raises:
             ConfigError: the input is not the result of the group's previous layer; or the
@@ -244,7 +248,8 @@ class _Group:
         return _Handle(self, len(self._layers) - 1, hidden)
 
     def input(self, index: int) -> Tensor:
-        """The input of layer ``index`` of the group, once; computed again with all before it."""
+        """The input of layer ``index`` of the group, for backward, once for each: the last layer's
+        comes first, and computes all others again too."""
         if index == 0:
             return self._first()
         if index not in self._inputs:
@@ -284,7 +289,8 @@ class _Result:
 
 
 class _Handle:
-    """Stands for a layer's input, and is saved instead of it."""
+    """Stands for a layer's input, and is saved instead of it: :func:`saved_tensors` calls ``pack``
+    in forward, for all that the layer's checkpoint saves, and ``unpack`` in backward."""
 
     def __init__(self, group: _Group, index: int, hidden: Tensor) -> None:
         self._group, self._index, self.is_saved = group, index, False

@@ -4,17 +4,12 @@ What a layer saves is copied to the host while the next layer computes, and pref
 before its backward pass; on the device are those of about three layers, however many there are. A
 ratio sets the fraction that is offloaded: what the link can copy while the device computes.
 
-Alternatives do parts of that. torch's ``save_on_cpu`` copies where it saves, without overlap.
-DeepSpeed's ``cpu_checkpointing`` offloads the inputs of checkpoints, without prefetch.
-TransformerEngine's ``cpu_offload`` counts layers, not bytes, and needs its modules; megatron-core's
-fine-grained offloading (0.16) has neither a ratio nor dense MLPs, and runs in its own schedules on
-GPUs alone. None works with DeepSpeed's pipeline and other hooks on saved tensors.
+``LayerMemory.run`` of ``layers.py`` enters :meth:`Offload.layer` for each layer of a forward pass,
+one :class:`Offload` a rank; all else runs from there, and in backward from autograd's hooks.
+:class:`HostStorages` does the same to optimizer states, between two steps
+(``training/host_states.py``). Nothing here communicates between ranks.
 
-:class:`HostStorages` does the same to tensors that are no activations: optimizer states wait in
-host memory between two steps.
-
-Source: Kuaishou (Yuan et al., ATC 24), section 4.4, with a layer as its unit instead of a pipeline
-chunk, so that it also serves an engine without a pipeline.
+Source: Kuaishou (Yuan et al., ATC 24), section 4.4, with a layer as its unit, not a pipeline chunk.
 """
 
 from __future__ import annotations
@@ -178,8 +173,7 @@ class _State(Enum):
 class _Layer:
     """The saved tensors of one layer in one forward pass."""
 
-    # The graph refers to this through the saved tensors, and this only weakly to them: it is freed
-    # with the graph.
+    # The graph refers to this through the saved tensors, and this only weakly to them.
 
     def __init__(self, offload: Offload, number: int, previous: _Layer | None) -> None:
         self.number, self.previous = number, previous
@@ -317,7 +311,7 @@ class _OffloadedStorage:
         self._version = tensor._version
 
     def set_offload_bytes(self, budget: int) -> torch.Tensor | None:
-        """Decide how many bytes to offload, at most the budget, and return them, a view; None:
+        """Decide how many bytes to offload, at most ``budget``, and return them, a view; None:
         none. What stays on the device is cloned, for :meth:`drop` to free the storage."""
         self.check_version()
         size = min(self.size, budget)
@@ -382,11 +376,8 @@ def _storage_as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class HostStorages:
-    """Storages on a device, or in host memory with no memory on the device.
-
-    :meth:`send` starts their copies to pinned host memory, :meth:`free` frees the device memory
-    after them, :meth:`bring_back` allocates it again and copies back. Between :meth:`free` and
-    :meth:`bring_back` the tensors must not be read: they have no memory.
+    """Storages on a device, or in host memory: :meth:`send`, then :meth:`free`, :meth:`bring_back`.
+    Between the last two the tensors must not be read: they have no memory.
 
     Args:
         device: where the tensors are when they are used.
@@ -515,9 +506,8 @@ class PinnedBlockPool:
         return allocation
 
     def reserve(self, size: int, count: int = 1) -> None:
-        """Let ``count`` allocations of ``size`` bytes follow, none of which frees another.
-
-        The kernel ends a process that touches more memory than there is, without a word.
+        """Check that the host has memory for ``count`` more allocations of ``size`` bytes that live
+        at once, without pinning any. Else the kernel would end the process without a word.
 
         Raises:
             ConfigError: every rank of this host that needs as much would take more than is free.
@@ -550,7 +540,7 @@ class PinnedBlockPool:
 
 
 class PinnedAllocation:
-    """Blocks that are addressed as one run of bytes."""
+    """Blocks addressed as one run of bytes; they are free again when this is garbage."""
 
     def __init__(self, blocks: tuple[torch.Tensor, ...], block_bytes: int) -> None:
         self._blocks, self._size = blocks, block_bytes
@@ -579,7 +569,7 @@ class HostDeviceCopier:
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else []
 
     def to_host(self, data: Sequence[torch.Tensor]) -> tuple[PinnedAllocation, CopyEvent]:
-        """Copy runs of bytes (uint8, 1-D) to the host, concatenated."""
+        """Copy runs of bytes (uint8, 1-D) to the host, concatenated; in flight until the event."""
         allocation = self.pool.allocate(sum(map(len, data)))
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         offset = 0

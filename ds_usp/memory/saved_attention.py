@@ -3,8 +3,8 @@
 A checkpoint runs a function twice: in the forward pass, saving nothing, and again in the backward
 pass. Under :func:`keep_attention` the first run saves the outputs of attention and what its
 backward needs; the second run replays them: no kernel, no exchange and no consistency check runs.
-It works with every checkpoint (torch's two, DeepSpeed's, Megatron's), because all of them call the
-function that they are passed, twice.
+``functional``, ``module`` and ``custom_ops`` of :mod:`ds_usp.attention` pass each call through
+:func:`compute_or_replay` or :func:`results_or_replay`, on each rank: ``compute`` communicates.
 
 Memory that it adds, in elements per token: the output and the log-sum-exp; the recomputed q, k and
 v are reused. Of a local attention between two exchanges, and of a compiled call with Ulysses, also
@@ -65,7 +65,8 @@ def compute_or_replay(
     """``compute(*inputs)``, once for both runs of a checkpoint under :func:`keep_attention`.
 
     Args:
-        compute: differentiable in its inputs alone.
+        compute: differentiable in its inputs alone; collective, and its backward is.
+        inputs: q, k, v, and sinks if there are any, of one device.
         key: what must be equal in both runs, besides the form of the inputs.
     """
     run = current_run()
@@ -309,9 +310,8 @@ class SavedCall(_Call):
 
 
 class _ReusedInputs:
-    """Saves a graph's views of its inputs as indices: the inputs are recomputed for backward."""
-
-    # The graph refers to this, not to its SavedCall, which refers to the graph: no cycle.
+    """Saves a graph's views of its inputs as indices: the inputs are recomputed for backward. The
+    graph refers to this, not to its SavedCall, which refers to the graph: no cycle."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.indices: list[int] = []  # of the inputs that the graph saves
@@ -368,8 +368,8 @@ class _CheckpointRun:
             )
 
     def record_or_replay(self, make: Callable[[], CallT], signature: object) -> CallT:
-        """The saved call of the attention that comes next: in the first run ``make()``, in the
-        second one the first run's; RecomputeError if that had another signature."""
+        """The saved call of the attention that comes next: ``make()`` in the first run, which
+        computes it; the first run's in the second; RecomputeError if its signature differs."""
         if self.is_first:
             # Note [nested checkpoints]
             # A first run may be inside of another checkpoint, whose own runs it is part of: of two
@@ -393,9 +393,8 @@ class _CheckpointRun:
 
 
 class _CheckpointedFunction:
-    """A function that a checkpoint runs twice."""
-
-    # The checkpoint refers to it, and it to the saved calls: both are freed with the graph.
+    """A function that a checkpoint runs twice: in forward, then in backward. The checkpoint refers
+    to it, and it to the saved calls: both are freed with the graph."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
