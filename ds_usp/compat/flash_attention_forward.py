@@ -2,7 +2,8 @@
 
 Trainers that bring sequence parallelism of their own to transformers shard the batch themselves and
 replace this one function, ``_flash_attention_forward``. This replacement knows neither the model
-nor the trainer, so it serves every transformers from 4.51 on.
+nor the trainer, so it serves every transformers from 4.51 on. Each layer calls it on every rank,
+once more where it is recomputed.
 """
 
 from __future__ import annotations
@@ -49,9 +50,8 @@ _PACKAGES = ("transformers", "transformers_modules")  # its own models, and thos
 # Arguments that transformers' own function hands to this one, and that choose among its kernels.
 _OF_KERNELS = frozenset({"s_aux", "layer_idx", "attn_implementation", "implementation"})
 
-# Padding in gathered positions: of attention_mask, and of position_ids, which some trainers (swift)
-# fill up with -1. What a mask says of a token travels in the last two bits: 0 is real, 1 padding, 2
-# and 3 neither.
+# Padding in gathered positions: of attention_mask, and of position_ids, which trainers (swift) fill
+# up with -1. In the last two bits, what a mask says of a token: 0 real, 1 padding, 2 and 3 neither.
 _MASKED, _FILLED = -2, -1
 
 
@@ -173,6 +173,7 @@ def _replace_references(old: object, new: object) -> None:
 
 
 def _own_function() -> FlashAttentionForward:
+    """Return transformers' function; ConfigError where there is none, or another in its place."""
     try:
         home, caller = importlib.import_module(HOME), importlib.import_module(CALLER)
         functions = {vars(module)[FUNCTION] for module in (home, caller)}
@@ -228,6 +229,7 @@ class _Pass:
     masks: dict[tuple[bool, int | None], MaskSpec] = field(default_factory=dict)
 
     def mask(self, is_causal: bool, window: int | None) -> MaskSpec:
+        """Return a layer's mask; ``window``: tokens that a query sees with itself, None: all."""
         mask = self.masks.get((is_causal, window))
         if mask is None:
             left, right = None if window is None else window - 1, 0 if is_causal else None
@@ -260,8 +262,8 @@ class _FlashAttentionForward:
     """The function that :func:`flash_attention_forward` returns.
 
     Attributes:
-        tree: the mask of the tree that the next calls are of, until another is set; None: documents
-            are read. Positions are then those of the tree's tokens.
+        tree: the mask of the tree that the next calls are of, until another is set, by
+            ``verl_trees.py``; None: documents are read.
     """
 
     def __init__(
@@ -409,7 +411,8 @@ class _FlashAttentionForward:
         return self._read_in_pass("lengths", q, tensors, lambda: self._read_lengths(q, tensors))
 
     def _pass_of_tree(self, q: Tensor, tree: MaskSpec, positions: Tensor | None) -> _Pass:
-        # Positions are not read: they tell one pass from the next.
+        """Return the pass of a tree; positions are not read: they tell one pass from the next."""
+
         def read() -> _Pass:
             seq_len, degree = q.shape[1] * self._mesh.sp_degree, self._mesh.sp_degree
             tree.check_length(seq_len, q.shape[0])
@@ -546,6 +549,7 @@ class _FlashAttentionForward:
                 )
 
     def _refuse_forgotten(self, whole: Tensor, documents: tuple[Borders, ...]) -> None:
+        """DataError for ``whole`` positions, ``[b, seq_len]``, that each rank has counted."""
         ranks, seq_len = self._mesh.sp_degree, whole.shape[1]
         local = seq_len // ranks
         shards = tuple(range(0, seq_len + 1, local))
@@ -559,6 +563,7 @@ class _FlashAttentionForward:
 
 
 def _check_tensors(**arguments: Any) -> None:
+    """ConfigError for an argument that is neither None nor a tensor of real numbers."""
     for name, x in arguments.items():
         if x is None:
             continue
@@ -576,6 +581,7 @@ def _refuse(
     window: int | None,
     deterministic: bool | None,
 ) -> None:
+    """Refuse a call that is not exact on shards, whatever documents it has."""
     if q.shape[1] != k.shape[1]:
         raise UnsupportedAttentionError(
             f"{q.shape[1]} queries and {k.shape[1]} keys: cross-attention, or a KV cache, is not "
@@ -662,14 +668,10 @@ def _local_steps(
     positions: Tensor, layout: TokenLayout, rank: int, borders: Borders
 ) -> dict[int, int]:
     """:func:`ds_usp.training.whole_batch.position_steps` of a rank's positions ``[s_local]``, by
-    index in the whole sequence, as far as they are seen on this rank: 0 where they start anew, 2
-    where they may or may not.
-
-    A position 0 that no 1 follows may be one of padding, of which positions say nothing. The first
-    token of a piece says where its document began, by its position.
-    """
+    index in the whole sequence: 0 where they start anew, 2 where this rank cannot know."""
     index = local_positions(layout, rank)
     goes_on = (index.diff() == 1) & (positions.diff() == 1)
+    # A 0 that no 1 follows may be one of padding, of which positions say nothing.
     starts = (positions == 0) & pad(goes_on, (0, 1))
     unclear = ~pad(goes_on, (1, 0)) & ~starts
     begins = pad(index.diff() != 1, (1, 0), value=True)  # a piece of the sequence
@@ -678,7 +680,7 @@ def _local_steps(
     steps = dict.fromkeys(torch.cat([elsewhere, index[unclear]]).tolist(), 2)
     steps |= dict.fromkeys(index[starts].tolist(), 0)
     for first, position in zip(index[begins].tolist(), positions[begins].tolist(), strict=True):
-        start = first - position
+        start = first - position  # of the document of a piece's first token
         if position == 1 or (position > 0 and start in borders):
             for border in borders:  # its document goes on through these
                 if start < border <= first:

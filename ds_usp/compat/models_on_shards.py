@@ -1,7 +1,8 @@
 """Finds what a model of transformers computes, besides attention, from tokens of other ranks.
 
-A trainer that shards the batch itself gives each rank's model that rank's tokens. Attention over
-the mesh joins them; whatever else of a model looks at more than one token sees a shard of them.
+A trainer that shards the batch itself gives each rank's model that rank's tokens: but for attention
+over the mesh, whatever looks at more than one token sees a shard of them.
+``flash_attention_forward.py`` asks in each pass, ``verl.py`` when a model is made.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class ShardLimits:
 
 def _reasons(model: Any, kinds: Sequence[str], modules: Sequence[nn.Module]) -> Iterator[str]:
     """Yield what of a model is never exact on shards; ``kinds``: its ``layer_types``, or none."""
+    # refusals._reasons_against_states of transformers' models tells such layers in the same way.
     stateful = sorted({kind for kind in kinds if "attention" not in kind or "linear" in kind})
     convolved = {type(x) for x in modules if any(map(_is_convolution, x.children()))}
     if stateful or convolved or getattr(model, "_is_stateful", False):

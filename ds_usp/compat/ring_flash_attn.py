@@ -47,7 +47,6 @@ from ds_usp.memory.compile_guard import disable_in_compile
 # The functions' names, which `__getattr__` finds, are in `dir()` of the module.
 __all__ = ["Installed", "install", "llama3_flash_attn_prepare_cu_seqlens"]
 
-# ------------------------------------------------------------------------------------------------
 # The package's 18 functions: six families, each of which takes tensors in three forms.
 
 
@@ -261,12 +260,9 @@ def _borders_in(name: str, cu_seqlens: Any) -> Borders:
 
 
 def _refuse_options(
-    name: str,
-    kind: str,
-    mesh: SequenceMesh,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool,
+    name: str, kind: str, mesh: SequenceMesh, alibi_slopes: torch.Tensor | None, deterministic: bool
 ) -> None:
+    """Refuse what the function ``name`` cannot compute, in a layout of this ``kind``."""
     if kind == "striped" and mesh.ulysses_degree > 1:
         raise ConfigError(
             f"{name} has token t on rank t % {mesh.sp_degree}, an order that {mesh.ulysses_degree} "
@@ -311,7 +307,6 @@ def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int
     return left, 0 if causal else right
 
 
-# ------------------------------------------------------------------------------------------------
 # Packed documents on contiguous shards, as the llama3 functions take them.
 
 
@@ -357,7 +352,6 @@ def llama3_flash_attn_prepare_cu_seqlens(
     )
 
 
-# ------------------------------------------------------------------------------------------------
 # Its adapter for transformers: one function is replaced, and each batch says its documents before
 # its pass. The attention is that of ``flash_attention_forward``, of any transformers from 4.51 on.
 
@@ -465,14 +459,13 @@ def check_params(f1: Callable[..., Any], f2: Callable[..., Any]) -> bool:
 
 def call_function_of_home(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """transformers' own entry of ``ALL_ATTENTION_FUNCTIONS``, with the function that stands in its
-    home now: programs (axolotl's ``batch_ring``) replace it there, and the entry's module has a
-    reference of its own."""
+    home now."""
+    # Programs (axolotl's batch_ring) replace it there; the entry's module has its own reference.
     home, caller = import_module(HOME), import_module(CALLER)
     setattr(caller, FUNCTION, getattr(home, FUNCTION))
     return caller.flash_attention_forward(module, *args, **kwargs)
 
 
-# ------------------------------------------------------------------------------------------------
 # The module under its old name.
 
 

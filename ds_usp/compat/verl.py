@@ -3,10 +3,10 @@
 verl's FSDP engines shard packed samples over ``ulysses_sequence_parallel_size`` ranks, gather the
 outputs, and put their Ulysses in the place of transformers' ``_flash_attention_forward``. An engine
 whose config has a ``ring_degree`` gets :mod:`ds_usp.compat.flash_attention_forward` there instead,
-over the same ranks. All else stays verl's, and an engine without one is verl's altogether.
+over the same ranks. All else stays verl's.
 
-Importing this module installs it, before or after verl: verl only loads what it finds. Nothing of
-verl, nor of torch, is imported before verl does; verl's modules are changed as they are loaded.
+Importing this module installs it, before or after verl: verl only loads what it finds. In each of
+its processes its modules are changed as they are loaded; nothing of it, nor torch, is before.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ADVICE = "Leave ring_degree out: verl's own sequence parallelism, or none, is f
 
 
 def _change_config(module: ModuleType) -> None:
-    """``ring_degree`` and ``share_prefixes``, arguments of the config of FSDP engines: hydra makes
-    one from the command line, and verl sends it to workers. Without the plug-in it is unknown."""
+    """Let the config of FSDP engines, which hydra makes of the command line, take ``ring_degree``
+    and ``share_prefixes``."""
     config = module.FSDPEngineConfig
     init = config.__init__
 
@@ -55,7 +55,8 @@ def _change_config(module: ModuleType) -> None:
 
 
 def _change_engine(module: ModuleType) -> None:
-    """A mesh over the ranks that share a sequence, and attention over it in the place of verl's."""
+    """Let an engine make a mesh over the ranks that share a sequence, collective over them, where
+    verl makes its own, and its models compute attention over it."""
     from ds_usp.comm.mesh import SequenceMesh
     from ds_usp.compat import verl_trees
     from ds_usp.compat.flash_attention_forward import flash_attention_forward

@@ -2,7 +2,7 @@
 
 An engine packs a micro batch before it runs its model, and makes outputs of each sample after.
 Between the two the samples are one: a tree, of which a prompt is computed once. Losses, metrics,
-and what verl counts are of the samples, as ever.
+and what verl counts are of the samples. ``verl.py`` calls ``change_engine``; nothing communicates.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def change_engine(module: ModuleType, attention_of: Callable[[Any], Any]) -> Non
     """Let verl's engines run micro batches as trees.
 
     Args:
-        attention_of: an engine's attention, of :mod:`ds_usp.compat.flash_attention_forward`, which
-            gets the trees; None: the engine is not changed.
+        attention_of: returns an engine's attention, of ``flash_attention_forward.py``, which gets
+            the trees; None for an engine whose samples stay as they are.
     """
     actor = module.FSDPEngineWithLMHead
     prepare = actor.prepare_model_inputs
@@ -126,6 +126,8 @@ def change_engine(module: ModuleType, attention_of: Callable[[Any], Any]) -> Non
 
 
 def _outputs_of_samples(prepare: Any) -> Any:
+    """Wrap an engine's ``prepare_model_outputs``: outputs of a tree become those of its samples."""
+
     @wraps(prepare)
     def prepare_model_outputs(
         self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any

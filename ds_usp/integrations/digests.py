@@ -1,4 +1,5 @@
-"""Digests of tensors and arguments, by which ranks compare what they hold and were given."""
+"""Digests of tensors and arguments, by which ranks compare what they hold and were given:
+``model_comparison.py`` and ``replicas.py`` make them in each pass, and send the texts."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def digest_of_bits(x: Tensor) -> str:
 
 class ArgumentsDigest:
     """Tells the arguments of forward passes apart: tensors by shape, dtype and a sum of their
-    elements (none on ``meta``), arrays of numpy, numbers and texts by their values. Mappings, lists
-    and tuples are gone through; objects of other classes are left out."""
+    elements (none on ``meta``), arrays of numpy, numbers and texts by their values, in mappings,
+    lists and tuples too; other objects are left out."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype, torch.device]] = {}

@@ -1,4 +1,6 @@
-"""The model that each rank of a mesh holds, compared with the others'."""
+"""The model that each rank of a mesh holds, compared with the others': ``enable`` calls ``begin``,
+``replicas.same_on_all_ranks`` in each pass ``of_pass``, ``agree`` and ``end_pass``. What says that
+it is collective communicates; the rest reads this rank's model."""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from ds_usp.integrations.digests import ArgumentsDigest, digest_of_bits, flat
 # Note [what is equal on the ranks of a mesh]
 #
 # Each rank computes its tokens with its own copy of the model, so a copy that differs gives every
-# rank the same wrong loss or picture: a checkpoint, adapter, scale or average that one rank alone
-# has loaded, or a configuration file of another version. Two things are compared.
+# rank the same wrong loss or picture: a checkpoint, adapter or scale that one rank alone has
+# loaded, or a configuration file of another version. Two things are compared:
 #
 # All settings (`_settings`), which takes milliseconds and waits for GPUs: by `enable`, by
 # `SequenceMesh.check`, in the first forward pass, and in one that finds on this rank that some were
@@ -35,10 +37,9 @@ from ds_usp.integrations.digests import ArgumentsDigest, digest_of_bits, flat
 # not saved and tensors that are plain attributes (`_outline`), shapes of weights. A change on one
 # rank gives it another digest. Of a function its name is compared alone.
 #
-# In each pass (`of_pass`), about a microsecond a module and weight: train or eval mode, which
-# weights are trained, and what adapters have merged or scaled; which weights were written, moved or
-# replaced since the pass before, with all of their elements if those are few; and a few elements of
-# each weight, others in each pass, as `weight.data.mul_()` leaves no other trace.
+# In each pass (`of_pass`), about a microsecond a module and weight: modes, adapters, and which
+# weights were written, moved or replaced since the pass before, all of their elements if those are
+# few; and a few of each weight, others in each pass: `weight.data.mul_()` leaves no other trace.
 #
 # Training changes all weights in each step, equally on all ranks, to the bit: all-reduces and
 # all-gathers give every rank the same sums. Of weights that FSDP, ZeRO-3 or tensor parallelism
@@ -102,7 +103,7 @@ Entries = dict[str, list[str]]  # what is compared of a setting or a weight, by 
 
 
 class ModelComparison:
-    """The model that each rank of a mesh holds, compared with the others'.
+    """Compares one model with its copies on the other ranks of a mesh.
 
     Args:
         model: whose weights and settings they are; those of its ``config`` too, if it has one.
@@ -114,8 +115,7 @@ class ModelComparison:
         self._structure: list[Any] = []  # modules' classes and children, names of tensors
         self._attributes: list[dict[str, Any]] = []  # modules' attributes
         self._hooks: list[dict[int, Any]] = []  # of each module four kinds
-        # Attributes that a module had when it was first seen, and whether they were tensors:
-        # frameworks add counts and times.
+        # A module's attributes when first seen, and if tensors: frameworks add counts and times.
         self._first_settings: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
         self._digest = ""  # of settings, when they were last read
         self._last_outline: list[Any] = []  # when settings were last read
@@ -141,7 +141,7 @@ class ModelComparison:
     def begin(self, subject: str, text: str) -> None:
         """Compare a text (options) and the model's settings; weights and train or eval mode not,
         which may be loaded and set later. ``SequenceMesh.check`` compares the model from now on.
-        Called again where settings were changed between passes. Collective over the mesh.
+        Collective over the mesh.
 
         Raises:
             MeshError: they differ; it names the first setting that does.
@@ -162,7 +162,7 @@ class ModelComparison:
 
     @torch.no_grad()
     def of_pass(self, everything: bool = False) -> dict[str, Any]:
-        """Read what the ranks are to compare of the model in the forward pass that begins.
+        """Read what the ranks are to compare, as an ``ArgumentsDigest``, in the pass that begins.
 
         Args:
             everything: all settings, and elements of all weights, not only of those in turn.
@@ -221,8 +221,8 @@ class ModelComparison:
         self._last_marks, self._turn = self._marks, self._turn + 1
 
     def end_of_forward(self) -> None:
-        """Leave out of later comparisons what the first forward pass has written itself: a length
-        or a count is no setting, and may be that of a shard."""
+        """Leave out of later comparisons what the first forward pass has written itself, as a
+        count, which may be a shard's."""
         before, self._before_first_pass = self._before_first_pass, None
         if before is not None and self._mesh.sp_group is not None:
             now = self._settings()
@@ -291,12 +291,8 @@ class ModelComparison:
             self._digest = self._digest_of(settings)
         return error
 
-    # ------------------------------------------------------------------ what this rank holds
-
     def _settings(self, modes: bool = True) -> Entries:
-        """All that is equal on all ranks and no weight, by name: values of the configuration; of
-        each module its class, plain attributes, replaced methods, hooks, and tensors that no
-        checkpoint holds: buffers and attributes.
+        """Return all settings by name (Note [what is equal on the ranks of a mesh]).
 
         Args:
             modes: train or eval mode, which weights are trained, and modes of torch too.
@@ -316,7 +312,7 @@ class ModelComparison:
         return entries
 
     def _settings_of(self, path: str, module: nn.Module, modes: bool) -> Entries:
-        """Those of one module, ``path`` in the model; notes its methods and unsaved tensors."""
+        """Return the settings of the module at ``path``; notes its methods and unsaved tensors."""
         dot, values = f"{path}." if path else "", vars(module)
         entries = {path or "model": [_class_of(module)]}
         for hooks in filter(values.get, _HOOKS):
@@ -348,8 +344,7 @@ class ModelComparison:
         return entries
 
     def _outline(self) -> list[Any]:
-        """Return what shows a change of settings, without attributes' values: hooks, numbers of
-        attributes, replaced methods, unsaved tensors as of weights, values of configurations."""
+        """Return what shows a change of settings, but of attributes' values."""
         config: Any = getattr(self._model, "config", None)
         values = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
         inner = [vars(x) for x in values.values() if hasattr(x, "to_dict")]
@@ -425,7 +420,7 @@ class ModelComparison:
 
 def _sample(x: Tensor, turn: int) -> Tensor:
     """Evenly spaced elements, ``[min(8, n)]``, others in each turn; in turn 0 with the last one,
-    where a table that was enlarged has its new ones. Strides of a weight make no difference."""
+    where a table that was enlarged has its new ones, whatever strides a weight has."""
     count, spacing = min(_ELEMENTS, x.numel()), max(1, x.numel() // _ELEMENTS)
     shift = (turn * 0x9E3779B97F4A7C15 % 2**64 >> 32) % spacing
     first = x.numel() - 1 - (count - 1) * spacing - shift
@@ -546,8 +541,9 @@ def gathered_values(mesh: SequenceMesh, value: Any) -> list[Any]:
     return [json.loads(x) for x in all_gather_bytes(data.ljust(longest), group)]
 
 
-# Of a `kind` of entries, "settings" or "weights", by rank.
 def _first_difference(ranks: list[Entries], kind: str, advice: str) -> MeshError | None:
+    """Return the error that names the first entry in which ranks differ, None where none does;
+    ``kind`` of entries: "settings" or "weights"."""
     names = dict.fromkeys(name for each in ranks for name in each)
     differ = [x for x in names if any(each.get(x) != ranks[0].get(x) for each in ranks)]
     if not differ:
@@ -567,7 +563,7 @@ def _first_difference(ranks: list[Entries], kind: str, advice: str) -> MeshError
 
 
 class _ModelsOfMesh(list["ref[ModelComparison]"]):
-    """The enabled models that ``SequenceMesh.check`` compares."""
+    """The enabled models that ``SequenceMesh.check`` compares, by calling this; collective."""
 
     def __call__(self, mesh: SequenceMesh) -> None:
         # One that was dropped may still be there on some ranks, until its memory is collected.

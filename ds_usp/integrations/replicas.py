@@ -2,7 +2,8 @@
 
 Every rank computes a shard of the tokens, and all see the whole batch's loss. The rule for
 gradients is: the *mean* over the ranks of what ``.grad`` holds is the gradient of that loss. A
-framework that sums over the ranks of a mesh instead asks for ``gradients="sum"``.
+framework that sums over the ranks of a mesh instead asks for ``gradients="sum"``. Enabled models of
+transformers and diffusers call what is here, on every rank, in each pass.
 """
 
 from __future__ import annotations
@@ -53,9 +54,7 @@ def sum_of_shards(x: Tensor, mesh: SequenceMesh, gradients: Reduction) -> Tensor
     return _SumOfShards.apply(x, mesh, gradients)
 
 
-class JoinShards(torch.autograd.Function):
-    """The whole tensor on every rank, from the shard of each."""
-
+class _JoinShards(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, layout: TokenLayout, mesh: SequenceMesh, dim: int, gradients: Reduction
@@ -92,7 +91,7 @@ def join_shards(
     dim %= x.ndim
     if not x.requires_grad:
         return mesh.gather(x.detach(), layout, dim)
-    return JoinShards.apply(x, layout, mesh, dim, gradients)
+    return _JoinShards.apply(x, layout, mesh, dim, gradients)
 
 
 def check_reduction(gradients: str) -> None:

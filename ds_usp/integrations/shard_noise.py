@@ -1,4 +1,5 @@
-"""Dropout and other noise of one rank's tokens, where the ranks of a mesh have one seed."""
+"""Dropout and other noise of one rank's tokens, where the ranks of a mesh have one seed, as a
+Trainer's. Hooks of enabled models call it in each pass; nothing communicates."""
 
 from __future__ import annotations
 
@@ -13,12 +14,9 @@ from ds_usp.errors import UnsupportedAttentionError
 class ShardNoise:
     """Gives a part of a forward pass, which computes with a shard, random numbers of its own.
 
-    The ranks of a mesh are in one random state, as a Trainer seeds them, and would drop the same
-    elements of every shard. Between :meth:`begin` and :meth:`end` the generator is seeded by this
-    state and the rank. Afterwards it goes on where it was, one number further if the part may have
-    drawn any: the ranks are in one state again, and the next part draws other numbers. Nothing is
-    counted here, so a state that was saved, by a checkpoint of activations or of a training, draws
-    the same numbers again.
+    Between :meth:`begin` and :meth:`end` the generator is seeded by the state that it has on all
+    ranks, and by the rank. Afterwards it goes on where it was, one number further if the part may
+    have drawn any: the ranks are in one state again, and the next part draws other numbers.
 
     Args:
         rank: of the mesh, whose tokens the part computes with.
@@ -29,7 +27,8 @@ class ShardNoise:
     # layers are left out (OPT's layerdrop, module_dropout of LoHa) or blocks of a weight (BOFT), is
     # drawn on the CPU, which has to stay equal on all ranks. Models on a CPU have one generator
     # for both, and these are refused. A CUDA generator's state is two numbers on the host: nothing
-    # waits for the GPU.
+    # waits for the GPU. Nothing is counted here: a state that a checkpoint of activations, or of a
+    # training, has saved draws the same numbers again.
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._states: tuple[Generator, Tensor, Tensor] | None = None

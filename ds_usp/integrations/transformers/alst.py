@@ -3,8 +3,8 @@
 A script of ALST (https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism) registers
 attention, shards its batches by a data loader adapter, computes a loss of its shard from
 ``outputs.logits`` and ``shift_labels``, and weighs the ranks' losses by their loss tokens in a
-differentiable ``all_gather``. With the classes of this package it does the same. Inside, the model
-joins the token ids of the shards, a few bytes each, and is a model of :func:`enable`.
+differentiable ``all_gather``. Here the model joins the token ids of the shards, a few bytes each,
+and is a model of :func:`enable`.
 
 Gradients: that loss code makes the *mean* over the ranks of a sequence the gradient. ZeRO-3 takes
 that mean; ZeRO-0 to 2 sum over them (DeepSpeed 0.19.8), so here gradients are divided there.
@@ -12,7 +12,6 @@ that mean; ZeRO-0 to 2 sum over them (DeepSpeed 0.19.8), so here gradients are d
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -43,8 +42,6 @@ from ds_usp.lowlevel import refuse_second_derivative
 from ds_usp.settings import setting
 from ds_usp.training.data_loader import BatchBroadcast
 from ds_usp.training.whole_batch import IGNORE_INDEX, next_token_labels
-
-_LENGTH = struct.Struct("q")
 
 
 def _token_dim(name: str, x: Any) -> int | None:
@@ -143,7 +140,7 @@ class UlyssesSPAttentionHF:
 
 
 def _sequence_parallel_groups(size: int) -> Any:
-    """Return DeepSpeed's ``mpu`` with groups of ``size`` ranks, which are made if it has none."""
+    """Return DeepSpeed's ``mpu`` with groups of ``size`` ranks, made if it has none. Collective."""
     import deepspeed.comm
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
 
@@ -166,8 +163,7 @@ def _sequence_parallel_groups(size: int) -> Any:
 
 class _Registration:
     """Holds what was registered for the ranks of one sequence-parallel group, and from its engine's
-    first forward pass on the engine's model, which is given shards and returns shards.
-    """
+    first forward pass on the engine's model, which is given shards and returns shards."""
 
     def __init__(
         self, mesh: SequenceMesh, layout: str, disable_in_eval: bool, mpu: Any, implementation: str
@@ -183,6 +179,7 @@ class _Registration:
         self._implementation = implementation
         self._original = ALL_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
         ALL_ATTENTION_FUNCTIONS[implementation] = self._refuse_attention
+        # A hook of all modules.
         self._waiting: RemovableHandle | None = register_module_forward_pre_hook(self._find_engine)
 
     def layout(self, seq_len: int) -> TokenLayout:
@@ -245,8 +242,7 @@ class _Registration:
         self._enabled = None
 
     def _follow_mode(self) -> None:
-        # Whoever calls train or eval: trainers evaluate the model without the engine, on other
-        # batches on every rank.
+        # Trainers evaluate on other batches on every rank; all call eval and train: a collective.
         train = self._model.train
 
         def train_and_follow(mode: bool = True) -> nn.Module:
@@ -287,9 +283,10 @@ class _Registration:
         return (), whole
 
     def _layout_of(self, shard_length: int) -> TokenLayout:
+        """Return the layout of the ranks' shards; LayoutError for other lengths. Collective."""
         group: Any = self.mesh.sp_group
-        packed = all_gather_bytes(_LENGTH.pack(shard_length), group)
-        lengths = [_LENGTH.unpack(x)[0] for x in packed]
+        packed = all_gather_bytes(shard_length.to_bytes(8, "little"), group)
+        lengths = [int.from_bytes(x, "little") for x in packed]
         layout = self.layout(sum(lengths))
         expected = [layout.length(rank) for rank in range(self.mesh.sp_degree)]
         if lengths != expected:
@@ -300,6 +297,7 @@ class _Registration:
         return layout
 
     def _join(self, name: str, x: Any, layout: TokenLayout, tokens: Tensor) -> Any:
+        """Return an argument of all ranks' tokens; one without tokens as it is. Collective."""
         dim = _token_dim(name, x)
         if dim is None:
             return x
@@ -376,10 +374,9 @@ class ChangedGradient(torch.autograd.Function):
 
 
 def _mean_over_ranks(mesh: SequenceMesh, grad: Tensor) -> Tensor:
-    """The mean of the ranks' gradients of a loss that all have, and that a script weighs."""
-    # Weights that add up to 1 leave the loss's value. In a differentiable all-gather the gradient
-    # of the loss of rank r is sp_degree times its weight, without one it is 1: the mean over the
-    # ranks is 1 either way.
+    """The mean of the ranks' gradients of a loss that all have; in backward, and collective."""
+    # A script's weights add up to 1, and leave the loss's value. In a differentiable all-gather the
+    # gradient of rank r's loss is sp_degree times its weight, without one 1: the mean is 1.
     refuse_second_derivative("the loss of a whole batch")
     grad = grad.clone()
     mesh.agree("the gradient of the whole batch's loss")
@@ -390,9 +387,9 @@ def _mean_over_ranks(mesh: SequenceMesh, grad: Tensor) -> Tensor:
 class UlyssesSPDataLoaderAdapter:
     """Replaces DeepSpeed's adapter: it yields every rank's batch in turn, sharded over all ranks.
 
-    Each rank of a sequence-parallel group reads its own batches. Yielded are shards of the first
-    rank's, then of the second's, and so on, on the CPU, with ``shift_labels`` for ``labels``. A
-    pass ends with the rank that ends first. Collective at every ``sp_world_size``-th batch.
+    Each rank of a sequence-parallel group reads its own batches. Shards are on the CPU, with
+    ``shift_labels`` for ``labels``. A pass ends with the rank that ends first. Collective at every
+    ``sp_world_size``-th batch.
 
     Args:
         dl: a loader of dicts of whole sequences: ``input_ids [b, tokens]``, ``labels``, and
@@ -449,6 +446,7 @@ class UlyssesSPDataLoaderAdapter:
         self.micro_batches.extend(self._shard(batch) for batch in batches)
 
     def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's shard of a batch of whole sequences."""
         batch = dict(batch)  # of a group of one rank it is the loader's own
         if "input_ids" not in batch:
             raise DataError(f"a batch needs input_ids; it has {', '.join(batch)}")
@@ -543,7 +541,8 @@ def _sequence_parallel_size(trainer: Any) -> int:
 
 def _with_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Trainer.get_batch_samples``, which finds no ``labels`` in shards and would take the
-    mean of the micro batches' means: what each weighs by its loss tokens goes to ``_WEIGHTS``."""
+    mean of the micro batches' means: what each weighs by its loss tokens goes to ``_WEIGHTS``. Once
+    a step, collective over the mesh, and with ``average_tokens_across_devices`` over the world."""
 
     @wraps(original)
     def get_batch_samples(trainer: Any, iterator: Any, count: int, device: Any) -> Any:

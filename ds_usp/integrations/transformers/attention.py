@@ -1,4 +1,6 @@
-"""The attention function that transformers calls in every layer of an enabled model."""
+"""The attention function that transformers calls in every layer of an enabled model, and the masks,
+which models make once a pass. Every rank calls it in forward, once more where a checkpoint
+recomputes a layer; only ``usp_attention`` communicates, in backward too."""
 
 from __future__ import annotations
 
@@ -101,8 +103,8 @@ class Shard:
     # accumulation has run other batches, of other lengths and documents. The
     # checkpoint keeps the layer's arguments, and with them the shard that the layer had. It is no
     # dataclass, because FSDP2 casts the tensors of arguments, and copies dataclasses for that.
-    # To layers that are handed no keyword arguments it comes as PASS, which is set while the model
-    # is given shards, and again by `carry` where a checkpoint computes a layer once more.
+    # To layers that are handed no keyword arguments (Mamba, Jamba, Nemotron) it comes as PASS, set
+    # while the model is given shards, and by `carry` where a checkpoint computes a layer once more.
     def __init__(self, call: AttentionOptions, packing: Packing = NO_PACKING) -> None:
         self.call, self.packing = call, packing
         self.layout = cast(TokenLayout, call.layout)
@@ -120,8 +122,7 @@ PASS: Final[ContextVar[Shard | None]] = ContextVar("pass", default=None)
 
 def carry(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that a checkpoint is given instead of a layer's forward, ``run``: it runs
-    with the shard of this pass, also when it is recomputed. Some layers hand no keyword arguments
-    on (Mamba, Jamba, Nemotron)."""
+    with the shard of this pass, also when it is recomputed."""
     shard = PASS.get()
 
     def run_with_shard(*args: Any, **kwargs: Any) -> Any:
@@ -141,14 +142,14 @@ class RunningPass:
     Attributes:
         shard: None before the first pass.
         targets: of the pass that runs; None after it, when calls are the caller's own.
-        loss: what the model's loss function has returned in it. Not of the shard, which checkpoints
-            keep: the loss's graph refers to these, and would never be freed.
+        loss: what the model's loss function has returned in it.
         router_loss: the load-balancing loss of its routers, over the whole batch.
         is_sharded: modules are given shards, from the model's or the text model's inputs on.
     """
 
     shard: Shard | None = None
     targets: Targets | None = None
+    # No attribute of the shard: checkpoints keep that, and the loss's graph would never be freed.
     loss: Tensor | None = None
     router_loss: Tensor | None = None
     is_sharded = False
@@ -209,8 +210,17 @@ def usp_attention_forward(
     return out, None
 
 
+def outside_of_pass(layer: nn.Module) -> ConfigError:
+    """The error of a layer that runs where it finds no :class:`Shard`."""
+    return ConfigError(
+        f"{type(layer).__name__} runs without a sharded batch. Call the model that was given to "
+        "ds_usp.integrations.transformers.enable, not a part of it; checkpoints are served as "
+        "gradient_checkpointing_enable and enable(..., recompute=) make them"
+    )
+
+
 def text_of_dropout(module: nn.Module, dropout: float, config: Any = None) -> str:
-    """Why a layer's attention dropout is refused, with the key of its configuration."""
+    """Why a layer's dropout is refused, with the key of its ``config``; None: the module's own."""
     values = vars(config or getattr(module, "config", object)).items()
     keys = [key for key, x in values if "att" in key and "drop" in key and x == dropout]
     return (
@@ -304,8 +314,7 @@ class _Band:
         blocks: of all tokens of a batch, the number of its block, ``[b, seq_len]``, negative
             outside of blocks. Tokens of a block see each other both ways (images of Gemma 3).
         max_block: tokens of the longest block for which this is the mask; None: any.
-        refusal: why a layer cannot use this mask. Models make the masks of all kinds of layers,
-            also of those that they do not have.
+        refusal: why a layer cannot use this mask; models make those of kinds that they do not have.
     """
 
     mask: MaskSpec
@@ -320,11 +329,8 @@ _WHOLE = (slice(None), slice(0, None))
 
 
 class StandIn(ABC):
-    """Stands where a model expects a tensor that no rank has.
-
-    Whatever a model computes with it (an index, arithmetic, its shape) would be computed on this
-    rank's shard and would be wrong: it raises, but for what a subclass knows to be right.
-    """
+    """Stands where a model expects a tensor that no rank has. What is computed with it (an index,
+    arithmetic, its shape) would be a shard's: it raises, but for what a subclass serves."""
 
     @staticmethod
     @abstractmethod
@@ -355,8 +361,7 @@ class LayerMask(StandIn):
     """Stands where a layer expects the mask tensor that it hands to the attention function.
 
     Attributes:
-        ndim, shape: as of a mask of tokens x tokens without any: mask functions ask for them where
-            they are given a mask that others have made. What computes with such a size fails.
+        ndim, shape: as of a mask of no tokens: mask functions ask for them of a mask that is given.
     """
 
     ndim, shape = 4, (1, 1, 0, 0)
@@ -516,6 +521,7 @@ def usp_mask(
 
 
 def _band_of(function: Callable[..., Any]) -> _Band:
+    """Return the mask that a function of transformers' ``masking_utils`` makes; refuses others."""
     if function is masking_utils.causal_mask_function:
         return _Band(MaskSpec.causal())
     if function is masking_utils.bidirectional_mask_function:

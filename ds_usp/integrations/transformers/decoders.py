@@ -1,5 +1,7 @@
 """Decoders of an older make: their attention is no function of transformers' interface, their
-layers hand no keyword arguments on, or they take no positions."""
+layers hand no keyword arguments on, or they take no positions. ``refusals.py`` asks what is served,
+then ``EnabledModel`` makes :class:`Decoders`. Layers that compute attention themselves gather keys
+in forward, on every rank, once more where it is recomputed; nothing else here communicates."""
 
 from __future__ import annotations
 
@@ -18,13 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
+from ds_usp.errors import DataError, UnsupportedAttentionError
 from ds_usp.geometry.masks import has_only
 from ds_usp.integrations.transformers.attention import (
     PASS,
     LayerMask,
     Shard,
     mask_of,
+    outside_of_pass,
     text_of_dropout,
 )
 from ds_usp.integrations.transformers.query_chunks import (
@@ -69,9 +72,8 @@ T = TypeVar("T")
 
 
 def _cached(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Make a function compute once for each class. Type checkers take classes of modules for not
-    hashable, which they are."""
-    return lru_cache(maxsize=1024)(function)
+    """Make a function compute once for each class."""
+    return lru_cache(maxsize=1024)(function)  # type checkers take classes for not hashable
 
 
 def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -81,9 +83,8 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @_cached
 def _source(kind: Any) -> str:
-    """The code of a class's forward where it is transformers' own, without wrappers; else nothing.
-    FSDP2 makes classes of its own around those of models."""
-    base = next(filter(is_of_transformers, kind.__mro__), None)
+    """The code of a class's forward where it is transformers' own, without wrappers; else ""."""
+    base = next(filter(is_of_transformers, kind.__mro__), None)  # FSDP2 makes classes of its own
     if base is None or not hasattr(kind, "forward"):
         return ""
     forward: Any = inspect.unwrap(kind.forward)
@@ -216,12 +217,7 @@ def _signature(kind: Any) -> inspect.Signature:
 
 @disable_in_compile("keys are gathered over the ranks, in calls that they compare")
 def _run_layer(
-    layer: nn.Module,
-    forward: Any,
-    config: Any,
-    query_chunks: int | str,
-    *args: Any,
-    **kwargs: Any,
+    layer: nn.Module, forward: Any, config: Any, query_chunks: int | str, *args: Any, **kwargs: Any
 ) -> Any:
     # Stands for a gathered layer's `forward`, which is bound; `config` is the text model's.
     name, shard = type(layer).__name__, PASS.get()
@@ -229,11 +225,7 @@ def _run_layer(
     others = arguments.pop("kwargs", {})
     hidden = next(x for x in arguments.values() if isinstance(x, Tensor))
     if shard is None or hidden.shape[1] != shard.length:
-        raise ConfigError(
-            f"{name} runs without a sharded batch. Call the model that was given to "
-            "ds_usp.integrations.transformers.enable, not a part of it; checkpoints are served as "
-            "gradient_checkpointing_enable and enable(..., recompute=) make them"
-        )
+        raise outside_of_pass(layer)
     if layer.training and (dropout := _dropout(layer)):
         raise UnsupportedAttentionError(text_of_dropout(layer, dropout, config))
     gather = partial(gather_tokens, dim=-2, mesh=shard.call.mesh, layout=shard.layout)
@@ -368,7 +360,7 @@ def _mask_of_keys(
     shard: Shard, mask: LayerMask, rows: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return the mask that layers add to scores of this rank's queries x all keys, ``[rows, 1, q,
-    keys]``."""
+    keys]``: ``Shard.mask_of_keys``, for ``usp_mask``."""
     spec = mask_of(mask, shard.packing, shard.layout.seq_len)
     if not has_only(spec, "left", "right", "documents"):
         raise UnsupportedAttentionError(
@@ -399,8 +391,8 @@ def _embed_positions(forward: Any, embeds_angles: bool, *args: Any, **kwargs: An
 
 
 def _embed_in_table(forward: Any, position_ids: Tensor, past_key_values_length: int = 0) -> Tensor:
-    """Embed positions by a table that grows with the count of tokens (XGLM's): those of all ranks,
-    since this rank's tokens may have any positions of the batch."""
+    """Embed positions by a table that grows with the count of tokens (XGLM's): here with that of
+    all ranks, of which this rank's tokens may have any positions."""
     if (shard := PASS.get()) is not None:
         past_key_values_length = int(shard.largest_position) + 1
     embedded: Tensor = forward(position_ids, past_key_values_length)

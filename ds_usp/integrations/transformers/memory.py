@@ -1,8 +1,8 @@
 """Recomputation, offload and MLPs in chunks, on the layers of transformers.
 
 transformers' layers (``GradientCheckpointingLayer``) hand their forward pass to a function, if
-checkpointing is on; that function is what is replaced here, before each forward pass, because
-``gradient_checkpointing_enable`` may have set it anew. No layer's code is touched.
+checkpointing is on. ``EnabledModel`` lets :meth:`ModelMemory.prepare` replace that function before
+each pass, as ``gradient_checkpointing_enable`` may have set it anew; nothing here communicates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Recompute = Literal["none", "attention", "full"]
 
 @dataclass(frozen=True)
 class Options:
-    """See :func:`ds_usp.integrations.transformers.enable`.
+    """The keywords of :func:`ds_usp.integrations.transformers.enable`; some are ``settings`` too.
 
     Raises:
         ConfigError, LayoutError, UnsupportedAttentionError: a value that does not exist.
@@ -160,6 +160,7 @@ class ModelMemory:
             layer.gradient_checkpointing = True
 
     def remove(self) -> None:
+        """Undo what the constructor and :meth:`prepare` have set; this object is used no more."""
         for layer in self._layers:
             policy = vars(layer).get(_FUNCTION)
             if isinstance(policy, _LayerPolicy):
@@ -176,7 +177,7 @@ class ModelMemory:
 
 
 class _LayerPolicy:
-    """Runs a layer's forward pass, which the layer hands to it.
+    """Runs a layer's forward pass, which the layer hands to it as ``run`` in each pass.
 
     Attributes:
         before: the layer's own attributes that were replaced.
@@ -185,7 +186,7 @@ class _LayerPolicy:
     """
 
     def __init__(self, owner: ModelMemory, number: int, layer: nn.Module) -> None:
-        self._owner, self._number = owner, number
+        self._owner, self._number = owner, number  # of the layer, in the model's order
         self.before = {
             name: layer.__dict__[name] for name in (_IS_ON, _FUNCTION) if name in layer.__dict__
         }
@@ -209,6 +210,7 @@ def _layers(model: PreTrainedModel) -> Iterator[Any]:
 
 
 def _tokenwise_mlps(model: PreTrainedModel) -> list[nn.Module]:
+    """Return each layer's ``mlp``; ConfigError for one that may mix tokens, or is missing."""
     mlps = []
     for layer in _layers(model):
         mlp = getattr(layer, "mlp", None)

@@ -1,4 +1,7 @@
-"""``enable``: a transformers model whose forward passes are sharded over a mesh."""
+"""``enable``: a transformers model whose forward passes are sharded over a mesh. A pass calls hooks
+of :class:`EnabledModel` on every rank: ``_before``, where the ranks compare batches and models;
+``_before_text`` and ``_after_text``, if shards begin at the text model; ``_after``, which joins
+outputs; ``_end``, after an error too."""
 
 from __future__ import annotations
 
@@ -493,7 +496,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return (), local
 
     def _begin_shard(self, tokens: Tensor) -> None:
-        """Note that modules are given this rank's tokens from here on, until :meth:`_end_shard`."""
+        """Note that modules are given this rank's tokens, of the device that ``tokens`` have, from
+        here on, until :meth:`_end_shard`."""
         self._end_shard()  # of a pass that Ctrl-C has ended, after which torch calls no hooks
         self._running.is_sharded = True
         self._outer_pass = (PASS.get(),)  # no token, which a notebook's next cell could not use
@@ -642,7 +646,8 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
             )
 
     def _finish_loss(self, shard: Shard, kwargs: Mapping[str, Any], out: dict[str, Any]) -> None:
-        """Check that the loss in ``out`` is the batch's, to which models add that of routers."""
+        """Check that the loss in ``out`` is the whole batch's, which ``WholeBatchLoss`` has made,
+        and to which models add that of routers; sum TRL's over the ranks, which is collective."""
         loss, running = out.get("loss"), self._running
         computed, router_loss = running.loss, running.router_loss
         running.loss = running.router_loss = None
@@ -660,7 +665,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                     "loss_chunks there are no logits: leave loss_chunks out"
                 )
             return
-        if kwargs.get(_TRL_FUSED_HEAD):  # a sum over tokens by num_items_in_batch
+        if kwargs.get(_TRL_FUSED_HEAD):  # this rank's tokens' by num_items_in_batch, and routers'
             out["loss"] = sum_of_shards(loss, self.mesh, self._options.gradients)
         # By memory: ZeRO-3 hands on what modules of a PEFT model return as other tensors over it.
         elif (
@@ -774,17 +779,16 @@ def rows_of_outputs(
 
 
 class LargestPosition:
-    """Shows the largest position of the whole batch to the rotary modules that scale.
-
-    ``dynamic`` and ``longrope`` (and PhiMoE's own scaling) choose their frequencies by the largest
-    position they are given. A shard has another one than the sequence, and each rank would choose
-    for itself: so their positions get one more token at the largest one, whose angles are dropped.
+    """Shows the largest position of the whole batch to the rotary modules that scale, as that of
+    one more token, whose angles are dropped.
 
     Args:
-        modules: returns those of the text model. A program may put in other rotary modules, or give
-            one another kind, after it has enabled the model: each pass looks for that.
+        modules: returns those of the text model.
     """
 
+    # `dynamic` and `longrope` (and PhiMoE's own scaling) choose their frequencies by the largest
+    # position they are given: each rank would by its shard's. A program may put in other rotary
+    # modules, or give one another kind, after it has enabled the model: each pass looks for that.
     def __init__(self, running: RunningPass, modules: Callable[[], Iterable[nn.Module]]) -> None:
         self._running, self._modules = running, modules
         self._structure: object = None
@@ -792,8 +796,8 @@ class LargestPosition:
         self._handles: list[RemovableHandle] = []
 
     def follow(self, structure: object) -> None:
-        """Register what was not, if the model is another ``structure`` than when this was called
-        before, or a rotary module has another kind."""
+        """Register hooks anew, if ``structure`` (``ModelComparison.structure``) is another than in
+        the pass before, or a rotary module has another kind."""
         unchanged = all(x.rope_type == kinds for x, kinds in self._rotary)
         if unchanged and structure is self._structure:
             return

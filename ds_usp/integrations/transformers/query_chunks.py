@@ -1,8 +1,11 @@
 """Queries of sparse layers in chunks: masks and scores of all keys exist for a chunk at a time, and
-attention to picked latents reads these alone."""
+attention to picked latents reads these alone. ``sparse_layers.py`` and ``decoders.py`` call it in
+each layer of a pass, on every rank. Only :class:`KeyCache` communicates, where a layer puts keys
+in, and in backward."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
@@ -71,7 +74,7 @@ class KeyCache:
         self.is_first_run = False
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if keys is values:
+        if keys is values:  # DeepSeek V4, which pads its mask to its keys: none in the first run
             self.updated = (self._gather(keys),) * 2
             return (keys[..., :0, :],) * 2 if self.is_first_run else self.updated
         if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
@@ -85,7 +88,7 @@ class KeyCache:
     @property
     def layers(self) -> Any:
         """The cache of each layer, which MiniMax M3 asks: all are this one."""
-        return _EveryLayer(self)
+        return defaultdict(lambda: self)
 
     def update_indexer(self, keys: Tensor, *_: int) -> Tensor:
         self.indexed = self._gather(keys)
@@ -111,11 +114,11 @@ class KeyCache:
         return compressed
 
     def pick(self, run: Callable[[], Any]) -> Any:
-        """Return what ``run``, the layer's indexer, returns; no picks in the first run, which ends
-        there. The module ends as it always does: hooks of engines count on that."""
+        """Return what ``run``, the layer's indexer, returns: its picks; in the first run, where
+        :meth:`update_indexer` ends it, an empty tensor."""
         try:
             return run()
-        except KeysAreMade:
+        except KeysAreMade:  # the module ends as it always does: hooks of engines count on that
             return cast(Tensor, self.indexed).new_empty((1, 0, 0), dtype=torch.int32)
 
     def __getattr__(self, name: str) -> Any:
@@ -123,14 +126,6 @@ class KeyCache:
             f"{self._layer} asks its KV cache for {name!r}, which a shard of the tokens has no "
             "answer to: this model is not served"
         )
-
-
-class _EveryLayer:
-    def __init__(self, keys: KeyCache) -> None:
-        self._keys = keys
-
-    def __getitem__(self, _: int) -> KeyCache:
-        return self._keys
 
 
 class Part(NamedTuple):
@@ -173,8 +168,7 @@ def parts_of_shard(length: int, chunks: int, seq_len: int) -> list[Part]:
 def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> tuple[Part, ...]:
     """Return the pieces of documents that a rank has, each as queries of a prefill of its document
     alone: none has keys of other documents or behind its last query. They are cut where a chunk
-    of the shard would be shorter, and into as many parts on every rank: engines that gather
-    parameters do so for each.
+    of the shard would be shorter, and into as many parts on every rank.
 
     Raises:
         DataError: on every rank, if a rank has fewer tokens than another one has pieces.
@@ -185,6 +179,7 @@ def parts_of_documents(chains: StateChains, rank: int, chunks: int) -> tuple[Par
         for owner, pieces in enumerate(chains.by_rank)
     ]
     tokens = min(sum(piece.length for piece in pieces) for pieces in chains.by_rank)
+    # One number on all ranks: engines that gather parameters do so for each part.
     num_parts = max(min(max(chunk_counts), tokens), *map(len, chains.by_rank))
     if num_parts > tokens:
         raise DataError(
@@ -351,7 +346,7 @@ def run_in_parts(
     further: list[tuple[Any, ...]] = []  # results beside attention's and its weights
     part_at = {part.start: part for part in parts}
 
-    def run(x: Tensor, start: int, _: int) -> Tensor:
+    def run(x: Tensor, start: int, _: int) -> Tensor:  # in backward again, if ``recomputed``
         part = part_at[start]
         sliced = {name: of_queries(name, x, part, _QUERY_DIMS) for name, x in arguments.items()}
         for name, mapping in shared.items():
@@ -443,19 +438,18 @@ class Gathered:
         return tuple(x[..., 1 - self._window - part.stop + part.start :, :] for x in pair)
 
     def to_compress(self, part: Part, name: str) -> Any:
-        """Return the keys and gates of the document's tokens that fill whole windows; of one window
-        in any case, with zeros at its end: every rank runs the same modules, and has the gather in
-        its backward pass. No query sees what that gives."""
+        """Return the keys and gates of the document's tokens that fill whole windows; without any,
+        those of one window, filled up with zeros, which no query sees."""
         pair = self.of_part(self._compressed[name], part)
         whole = pair[0].shape[-2] // self._rate * self._rate
-        if whole:
+        if whole:  # else every rank runs the same modules too, with the gather in its backward
             return tuple(x[..., :whole, :] for x in pair)
         return tuple(pad(x, (0, 0, 0, self._rate - x.shape[-2])) for x in pair)
 
 
 class _SumInFp32(torch.autograd.Function):
-    """Makes an fp32 tensor without memory, whose gradients are those of a 16-bit tensor: autograd
-    sums them before they are rounded."""
+    """Makes an fp32 tensor without memory: autograd sums gradients there before they are rounded to
+    the 16 bits of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -526,7 +520,7 @@ def _attends_to_picked(layer: Any, empty_mask: Tensor | None = None) -> Iterator
         empty_mask: the mask of the first run; None in others.
     """
     AttentionInterface.register(_PICKED, attend_to_picked)
-    config, before = layer.config, layer.config._attn_implementation_internal
+    config, before = layer.config, layer.config._attn_implementation_internal  # SparseLayers' copy
     config._attn_implementation_internal = _PICKED
     methods: dict[str, Any] = {"expand_kv": lambda latents, rotary: (latents, rotary)}
     # GLM-5 Next hands attention a mask of what is picked, and not the indices.
@@ -555,7 +549,8 @@ def attend_to_picked(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of queries to the latents that were picked for them (MLA).
+    """Attention of queries to the latents that were picked for them (MLA); KeysAreMade in the first
+    run, where ``seen`` is empty.
 
     Shapes:
         query ``[b, h, s, nope + rope]``; latents ``[b, 1, t, r + rope]``, whose gradients go to
@@ -581,7 +576,6 @@ def attend_to_picked(
     query = query.to(matrix.dtype).transpose(1, 2)
     latent_query = torch.einsum("bshn,rhn->bshr", query[..., :nope], to_key)
     query = torch.cat([latent_query, query[..., nope:]], -1).flatten(0, 1)
-
     positions = indices.long()
     first = torch.arange(rows, device=positions.device)[:, None, None] * tokens
     picked = _Pick.apply(total, latents, (positions + first).flatten()).to(query.dtype)

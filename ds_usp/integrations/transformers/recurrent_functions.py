@@ -1,5 +1,7 @@
 """Functions by which recurrent layers of transformers carry a state from token to token, by name,
-and the model types whose layers call nothing else."""
+and the model types whose layers call nothing else. ``recurrent_layers.py`` lets a layer's forward
+call them, on every rank, once more where it is recomputed; ``ds_usp.recurrence`` communicates in
+these calls and in backward."""
 
 from __future__ import annotations
 
@@ -36,8 +38,7 @@ NOT_SERVED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("rwkv", "xlstm"), _MAXIMUM),
     }
 )
-# Kinds of layers in `config.layer_types` that hold one recurrent layer; and what may be in them
-# beside it.
+# Kinds in `config.layer_types` that hold one recurrent layer; and what may be beside it.
 RECURRENT_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
 BESIDE = frozenset({"Qwen4ExpTextPLELayer"})
 
@@ -69,8 +70,8 @@ def _refuse(function: str, arguments: Mapping[str, Any], *names: str) -> None:
             )
 
 
-# Each has the arguments, shapes and results of the function that it stands for, of this rank's
-# tokens, and no final state. Layers hand on more (`position_ids`) in `others`.
+# Each has the arguments, shapes and results of the function that it stands for, its `kernel`, of
+# this rank's tokens, and no final state. Layers hand on more (`position_ids`) in `others`.
 def _conv(
     sharding: Sharding,
     kernel: Any,

@@ -1,5 +1,6 @@
 """Layers that carry a state from token to token: their forward runs as transformers wrote it, with
-other functions under the names that it calls."""
+other functions under the names that it calls, which communicate. ``refusals.py`` asks what is
+served, then ``EnabledModel`` makes :class:`RecurrentLayers`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_usp.errors import ConfigError, UnsupportedAttentionError
-from ds_usp.integrations.transformers.attention import PASS, Shard
+from ds_usp.integrations.transformers.attention import PASS, Shard, outside_of_pass
 from ds_usp.integrations.transformers.recurrent_functions import FUNCTIONS, METHODS, MeshFunction
 from ds_usp.integrations.transformers.text_model import text_modules
 from ds_usp.lowlevel import with_globals
@@ -79,8 +80,9 @@ def is_of_transformers(kind: type) -> bool:
 
 def _globals_of(kind: Any) -> set[str]:
     """Name the globals that a class's own forward reads, without wrappers; none where none of them
-    can be in the table: disassembling takes 2 ms a class, and few call a function of it."""
+    can be in the table."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    # To disassemble takes 2 ms a class, and few call a function of the table.
     if code is None or FUNCTIONS.keys().isdisjoint(code.co_names):
         return set()
     instructions = dis.get_instructions(code)
@@ -114,7 +116,7 @@ def reason_against_layer(layer: nn.Module) -> str:
 
 
 class ReplacedAttributes:
-    """Attributes of modules that were set to something else until :meth:`restore`."""
+    """Sets attributes of modules, for sparse layers and decoders too, until :meth:`restore`."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, str, Any]] = []
@@ -145,9 +147,8 @@ class RecurrentLayers:
     # The functions that carry a state (a causal convolution, a scan) are called by name from the
     # module of the layer's class. For the layers of this model those names are bound to functions
     # of `recurrent_functions`: the same code with other globals, as an attribute of the layer.
-    # Nothing of transformers is changed: other models, and a second one in the same process, call
-    # what they called. What stands under a name is looked up at the call: the package `kernels`
-    # exchanges it after a model is made.
+    # Nothing of transformers is changed, and other models call what they called. What stands under
+    # a name is looked up at the call: the package `kernels` exchanges it after a model is made.
     def __init__(self, model: PreTrainedModel) -> None:
         self._replaced = ReplacedAttributes()
         self.layers = list(recurrent_layers(model))
@@ -186,11 +187,7 @@ def _run_layer(
     name = type(layer).__name__
     shard = usp if usp is not None else PASS.get()
     if shard is None:  # it would be a state within a shard, or of the whole batch on every rank
-        raise ConfigError(
-            f"{name} runs without a sharded batch. Call the model that was given to "
-            "ds_usp.integrations.transformers.enable, not a part of it; checkpoints are served as "
-            "gradient_checkpointing_enable and enable(..., recompute=) make them"
-        )
+        raise outside_of_pass(layer)
     call = _LayerCall(shard)
     with _running(call):
         out = forward(layer, *args, **kwargs)
@@ -234,6 +231,7 @@ def _run_method(
 def _run_over_mesh(
     name: str, function: MeshFunction, original: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Run ``function`` in the place of ``original``, with its arguments; notes ``name`` as run."""
     call = _CALL.get()
     if call is None:
         raise ConfigError(f"{name} of a recurrent layer runs outside of the layer's forward")

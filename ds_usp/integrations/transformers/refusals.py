@@ -1,4 +1,6 @@
-"""Refuses what is not served: models, before their first forward pass, and their arguments."""
+"""Refuses what is not served: models, before their first forward pass, and their arguments.
+``enable`` checks models, ``EnabledModel._before`` batches, on every rank, and both tell the others
+of an error; nothing here communicates."""
 
 from __future__ import annotations
 
@@ -265,7 +267,7 @@ def layout_of_states(model: PreTrainedModel, options: Options) -> str:
 
 def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
     """DataError for documents of which RG-LRU layers would not see the beginning: they forget where
-    a position is 0, and nowhere else; not where a document begins, nor where padding ends."""
+    a position is 0, and nowhere else."""
     positions, mask = (batch.arguments.get(x) for x in ("position_ids", "attention_mask"))
     counted = None if positions is None else positions.tolist()
     documents = batch.documents or ((0, batch.seq_len),) * batch.size
@@ -284,9 +286,9 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
 
 
 def check_layerdrop(trunk: PreTrainedModel, batch: WholeArguments) -> None:
-    """UnsupportedAttentionError where ranks would leave out different layers: on a CPU they are
-    chosen by the generator of dropout, whose state is each rank's own."""
-    # Of the modules, not of the configuration, where some call it decoder_layerdrop.
+    """UnsupportedAttentionError where ranks would leave out different layers."""
+    # Of the modules, not of the configuration, where some call it decoder_layerdrop. On a CPU the
+    # generator of dropout chooses them, whose state is each rank's own.
     layerdrop = max(getattr(module, "layerdrop", None) or 0.0 for module in trunk.modules())
     if layerdrop and trunk.training and next(iter(batch.tensors.values())).device.type == "cpu":
         raise UnsupportedAttentionError(
@@ -297,8 +299,7 @@ def check_layerdrop(trunk: PreTrainedModel, batch: WholeArguments) -> None:
 
 
 # Settings of PEFT by which an adapter drops parts of a weight, drawn from the CPU's generator: on
-# GPUs that stays equal on all ranks, on CPUs it is each rank's own. All other dropouts of
-# adapters are torch's, of tokens.
+# CPUs that is each rank's own. All other dropouts of adapters are torch's, of tokens.
 _DROPS_ON_CPU: Mapping[str, Sequence[str]] = {
     "LOHA": ("module_dropout", "rank_dropout"),
     "LOKR": ("module_dropout", "rank_dropout"),
@@ -419,8 +420,7 @@ def _check_loss_weights(arguments: Mapping[str, Any], has_loss: bool) -> None:
 
 def check_loss(model: PreTrainedModel) -> None:
     """UnsupportedAttentionError for a model that computes its loss without ``loss_function``, which
-    has the whole batch's labels: of a shard of logits and a whole mask it would end in an error of
-    shapes (heads of Gemma 3 and Llama 4 before 5.17)."""
+    has the whole batch's labels (heads of Gemma 3 and Llama 4 before 5.17)."""
     kind: Any = type(model)
     source = source_of_forward(kind)
     if "CrossEntropyLoss(" in source and "loss_function(" not in source:
@@ -432,8 +432,8 @@ def check_loss(model: PreTrainedModel) -> None:
 
 
 def needs_whole_head(model: PreTrainedModel) -> bool:
-    """Whether head and loss are computed of whole sequences on every rank: a loss that is no sum
-    over tokens, as those of heads for classification and rewards, has no shares to sum."""
+    """Whether head and loss are computed of whole sequences on every rank: the loss is no sum over
+    tokens, as those of heads for classification and rewards."""
     parameters = inspect.signature(model.forward).parameters
     takes_targets = "labels" in parameters or "start_positions" in parameters
     return takes_targets and model.loss_function not in SUMS_OVER_TOKENS
@@ -462,8 +462,7 @@ def check_whole_head(model: PreTrainedModel, options: Options) -> None:
 
 
 def check_padding(model: PreTrainedModel, batch: WholeArguments, labels: Any) -> None:
-    """DataError for padding that a head of whole rows would read: transformers' kernels differ in
-    what padding sees, so that its outputs are nobody's."""
+    """DataError for padding that a head of whole rows would read, or that has ``labels`` of it."""
     mask = batch.arguments.get("attention_mask")
     if mask is None or not batch.documents:
         return
@@ -520,8 +519,7 @@ def positions_are_offset(model: PreTrainedModel) -> bool:
 
 def positions_follow_padding(modules: Iterable[nn.Module]) -> bool:
     """Whether a class of some modules counts positions from the first real token, so that in a row
-    padded on the left they are not the tokens' indices. Read from the code of each class: its file
-    may have others, which count otherwise."""
+    padded on the left they are not the tokens' indices."""
     classes = {kind for module in modules for kind in type(module).__mro__}
     return any(map(_counts_from_mask, filter(_is_of_a_model, classes)))
 

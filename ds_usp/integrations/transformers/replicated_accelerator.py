@@ -2,7 +2,8 @@
 
 Accelerate counts every rank as a data-parallel replica, and a mesh of ranks is one replica. What
 programs derive from the number of ranks (their share of a data set, a scheduler's steps, gathered
-metrics) comes from their ``Accelerator``: :func:`share_batches` lets it count replicas.
+metrics) comes from their ``Accelerator``: :func:`share_batches` lets it count replicas. Programs
+call its methods on all ranks; those that gather or reduce are collective over the world.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def share_batches(accelerator: Any, mesh: SequenceMesh) -> DataParallelRanks:
 
 
 def _check_accelerator(accelerator: Any) -> None:
+    """ConfigError for settings that share batches or sequences in a way of Accelerate's own."""
     config = getattr(accelerator, "parallelism_config", None)
     axes = [axis for axis in _OTHER_AXES if config and getattr(config, f"{axis}_size", 1) > 1]
     if axes:
@@ -96,7 +98,7 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _first_ranks(mesh: SequenceMesh, replicas: DataParallelRanks) -> list[int]:
-    """Return, for each rank of the world, the first rank of its mesh."""
+    """Return, for each rank of the world, the first rank of its mesh. Collective over the world."""
     if not dist.is_initialized():
         return [0]
     world: Any = dist.group.WORLD
@@ -147,7 +149,7 @@ class ReplicatedAccelerator(Accelerator):
     ) -> DataLoader[Any]:
         """Accelerate's, by replicas: its own would count ranks here. No loader dispatches batches,
         which is the default of iterable data sets. A loader that an accelerator has prepared is
-        returned as it is; stateful ones are refused."""
+        returned as it is."""
         from accelerate.data_loader import prepare_data_loader
 
         if getattr(data_loader, "_is_accelerate_prepared", False):
@@ -248,6 +250,7 @@ class ReplicatedAccelerator(Accelerator):
         return [x for rank in sorted(set(self._usp_first_ranks)) for x in parts[rank]]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather each mesh's values once, without the samples that filled up the last batch."""
         from accelerate.utils import recursively_apply
 
         try:
@@ -258,7 +261,6 @@ class ReplicatedAccelerator(Accelerator):
         state = self.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return data
-        # The last batch was filled up with samples that were there before.
         if use_gather_object:
             return data[: state.remainder]
         return recursively_apply(lambda x: x[: state.remainder], data)
@@ -282,10 +284,10 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _step_for_replicas(scheduler: Any, replicas: int) -> None:
-    """Let ``AcceleratedScheduler`` step once for each replica. For each rank it would be done when
-    ``1 / sp_degree`` of the training is, since the loader was divided by the replicas alone."""
+    """Let ``AcceleratedScheduler`` step once for each replica; others stay as they are."""
     from accelerate.scheduler import AcceleratedScheduler
 
+    # Else it is done when 1 / sp_degree of the training is: the loader is divided by replicas.
     is_stock = type(scheduler) is AcceleratedScheduler and "step" not in vars(scheduler)
     if not is_stock or scheduler.split_batches or not scheduler.step_with_optimizer:
         return

@@ -2,9 +2,9 @@
 
 Such a trainer makes its batches itself, from completions of its own model. Generation leaves the
 mesh: each rank runs the whole model, and the first rank of a mesh gives its completions to the
-others. The passes of log-probabilities and of the loss are sharded as any other. Rewards,
-advantages and what is logged are counted as :class:`~ds_usp.integrations.transformers.trainer`
-counts batches: each mesh is one process.
+others. The passes of log-probabilities and of the loss are sharded as any other. In rewards,
+advantages and logs each mesh is one process. ``trainer.attach`` calls what changes a trainer once,
+on every rank; what is put into it communicates, the functions themselves do not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_rollouts(trainer: Trainer) -> None:
             )
 
 
-def correct_completion_counts(trainer: Any, replicas: int) -> None:
+def correct_completion_counts(trainer: Any, num_meshes: int) -> None:
     """Set right what a trainer's arguments have derived from the number of ranks.
 
     Raises:
@@ -71,18 +71,18 @@ def correct_completion_counts(trainer: Any, replicas: int) -> None:
     """
     args = trainer.args
     micro, steps = args.per_device_train_batch_size, args.steps_per_generation
-    size = micro * replicas * steps
+    size = micro * num_meshes * steps
     if size % trainer.num_generations:
         raise ConfigError(
-            f"{replicas} meshes make {size} completions at once (per_device_train_batch_size="
+            f"{num_meshes} meshes make {size} completions at once (per_device_train_batch_size="
             f"{micro}, of a mesh, and steps_per_generation={steps}), which is no multiple of "
             f"num_generations={trainer.num_generations}: set one of the three"
         )
-    evaluated = args.per_device_eval_batch_size * replicas
+    evaluated = args.per_device_eval_batch_size * num_meshes
     evaluates = args.do_eval and args.eval_strategy != "no"
     if evaluates and evaluated % trainer.num_generations_eval:
         raise ConfigError(
-            f"{replicas} meshes evaluate {evaluated} completions at once "
+            f"{num_meshes} meshes evaluate {evaluated} completions at once "
             f"(per_device_eval_batch_size={args.per_device_eval_batch_size}, of a mesh), which is "
             f"no multiple of {trainer.num_generations_eval} for each prompt: set "
             "per_device_eval_batch_size or num_generations_eval"
@@ -94,10 +94,12 @@ def correct_completion_counts(trainer: Any, replicas: int) -> None:
 
 
 def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
-    """Let the ranks of a mesh train on the same completions, made without it; once a trainer."""
+    """Let the ranks of a mesh train on the same completions, made without it; once a trainer, after
+    ``share_batches`` has made its accelerator one of replicas. What generates, rewards and scores
+    is collective over the mesh from then on."""
     from accelerate.utils import set_seed
 
-    accelerator = trainer.accelerator
+    accelerator: ReplicatedAccelerator = trainer.accelerator
     # TRL has seeded each rank with a number of its own, so that their completions differ.
     set_seed(trainer.args.seed + accelerator._usp_replicas.rank)
     broadcast = BatchBroadcast(mesh.sp_group, "cpu")  # tensors arrive there
@@ -127,8 +129,9 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
         return run_and_share
 
     def once(reward: Callable[..., Any]) -> Callable[..., Any]:
-        """Call ``reward`` on the first rank alone: it may cost money, or draw random numbers."""
+        """Call ``reward`` on the first rank alone."""
 
+        # It may cost money, or draw random numbers.
         def rewards(*args: Any, **kwargs: Any) -> Any:
             return value_of_first_rank(
                 "rewards", lambda: reward(*args, **kwargs) if mesh.rank == 0 else None
@@ -150,8 +153,7 @@ def share_rollouts(trainer: Any, mesh: SequenceMesh) -> None:
     def scored(inputs: Any) -> Any:
         with _gathering_by_mesh(accelerator, [sys.modules[x] for x in names if x in sys.modules]):
             batch = score(inputs)
-        # TRL shuffles the batch next, by this state. Rewards, which one rank of a mesh computes,
-        # may have drawn numbers of it.
+        # TRL shuffles by this state next, and rewards of the first rank may have drawn of it.
         torch.set_rng_state(value_of_first_rank("a random state", torch.get_rng_state))
         return batch
 
@@ -166,8 +168,8 @@ def _is_async(function: Any) -> bool:
 
 @contextmanager
 def _gathering_by_mesh(accelerator: ReplicatedAccelerator, modules: list[Any]) -> Iterator[None]:
-    """Gather from the first rank of each mesh what TRL gathers past its accelerator, and let it
-    take its part of that by the number of its mesh."""
+    """Gather from the first rank of each mesh, in a ``with`` block, what TRL's ``modules`` gather
+    past the accelerator, and let TRL take its part of that by the number of its mesh."""
     from accelerate.utils import gather, gather_object
 
     functions = [(gather, accelerator.gather), (gather_object, accelerator.gather_objects)]

@@ -123,7 +123,7 @@ def _attached_trainers(
 
 
 def _mesh_of(size: int | None, ulysses: int) -> ds_usp.SequenceMesh:
-    """This rank's mesh, of so many ranks."""
+    """Make this rank's mesh of ``size`` ranks, None: of all. Collective over the world."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     size = size or world
     if world % size or size % ulysses:

@@ -1,5 +1,7 @@
 """Attention layers whose indexer picks the keys of each query: they run as transformers wrote them,
-on this rank's queries and a KV cache that returns the keys of all tokens."""
+on this rank's queries and a KV cache that returns the keys of all tokens. ``refusals.py`` asks what
+is served, then ``EnabledModel`` makes :class:`SparseLayers`. A layer's forward gathers keys, once
+more where it is recomputed, on every rank; nothing else here communicates."""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ SPARSE_KINDS: Final = frozenset({"minimax_m3_sparse"})
 
 
 def sparse_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Return the layers of the text model that attend to what an indexer has picked, their own or
-    that of a layer before."""
+    """Return the layers of the text model that attend to what their indexer, or that of a layer
+    before, has picked; none before transformers 5.23."""
     if Version(transformers.__version__) < Version(_OLDEST):
         return iter(())
     return (module for module in text_modules(model) if _is_sparse(module))
@@ -113,8 +115,8 @@ class SparseLayers:
     # rank's queries x all keys, and a configuration that names its own attention. The keys are
     # in the sequence's order, and masks are made of the places that tokens have in it: a shard may
     # be of any layout. What is gathered is what the model would cache, latents in most. The shard
-    # comes as the keyword `usp`, so that a checkpoint has it (Note [the pass travels with the
-    # layers]); the model itself is given no cache, which checkpoints would take away.
+    # comes as the keyword `usp` (Note [the pass travels with the layers]); the model itself is
+    # given no cache, which checkpoints would take away.
     def __init__(
         self, model: PreTrainedModel, implementation: str | None, query_chunks: int | str
     ) -> None:
@@ -297,14 +299,18 @@ def _pick_blocks(
     indexer: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
-    _: Tensor,
+    _attention_mask: Tensor,  # the layer applies it to what is returned
     keys: KeyCache,
 ) -> Tensor:
-    """Return the keys that queries pick, as Qwen4-Exp's indexer does, ``[rows, 1, queries, keys]``.
+    """Return the keys that queries pick, as Qwen4-Exp's indexer does, ``[rows, 1, queries, keys]``:
+    true for the best complete blocks and for all keys behind them.
 
-    True for the best complete blocks and for all keys behind them: the layer adds its mask. A run
-    for a rank's tokens gathers their keys, and picks nothing; then each part's queries are the last
-    of its keys (Note [queries in chunks]). Transformers' loop calls a module for single queries.
+    Stands for the indexer's forward, a loop over queries. In the first run (Note [queries in
+    chunks]) ``keys`` gathers, and ``keys.pick`` returns an empty tensor, as this does then. In a
+    part the queries are the last of its keys, and ``keys.pick`` gives backward forward's picks.
+
+    Shapes:
+        hidden_states ``[rows, queries, h]``; position_embeddings, of keys: two ``[rows, keys, d]``.
     """
     ratio, width = indexer.compress_ratio, indexer.index_head_dim
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
@@ -315,7 +321,7 @@ def _pick_blocks(
     places = torch.arange(cos.shape[1], device=cos.device)
     complete = ((places[-queries:] + 1) // ratio)[:, None]  # blocks of each query
 
-    def pick() -> Tensor:  # once for these queries, without a graph
+    def pick() -> Tensor:  # [rows, queries, topk], once for these queries, without a graph
         key = keys.update_indexer(heads[:, :, -1])
         count = max(key.shape[1] // ratio, 1)  # one block at the least, filled up with zeros
         behind = max(count * ratio - key.shape[1], 0)
@@ -330,7 +336,7 @@ def _pick_blocks(
         return best.masked_fill(best >= complete, count)  # none
 
     best = keys.pick(pick)
-    if not best.numel():  # the run for the keys, which update_indexer ended
+    if not best.numel():  # the first run: update_indexer has raised KeysAreMade in pick()
         return best
     count = max(len(places) // ratio, 1)
     blocks = best.new_zeros((rows, queries, count + 1), dtype=torch.bool).scatter(-1, best, True)
@@ -372,8 +378,7 @@ def as_scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 def seen_keys(spec: MaskSpec, shard: Shard, device: torch.device, start: int, stop: int) -> Tensor:
     """Return which of all keys this rank's queries from ``start`` to ``stop`` may see, ``[rows or
-    1, 1, stop - start, seq_len]``. It goes by the places of tokens in the sequence, whatever
-    positions their embeddings have."""
+    1, 1, stop - start, seq_len]``, by their places in the sequence."""
     layout = shard.layout
     keys = torch.arange(layout.seq_len, device=device)
     queries = local_positions(layout, shard.call.mesh.rank, device)[start:stop]
@@ -391,7 +396,8 @@ def seen_keys_in_document(
     layer: Any, part: Part, window: int | None, device: torch.device
 ) -> Tensor:
     """Return which of its keys a part's queries see, ``[1, 1, queries, keys]``: the queries are the
-    last of these tokens. Under a window the keys begin with the first that the first query sees."""
+    last of these tokens. Under a window the keys begin with the first that the first query sees,
+    as those that :meth:`Gathered.keys_of` returns."""
     queries, keys = part.stop - part.start, part.last - part.first
     keys = keys if window is None else min(keys, window + queries - 1)
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
@@ -414,8 +420,7 @@ def gather_tokens(x: Tensor, dim: int, *, mesh: SequenceMesh, layout: TokenLayou
     if layout.degree == 1:
         return local
     ranks = range(layout.degree)
-    # One part that is expanded, and not a part for each rank: backward sums it in one reduction,
-    # which accumulates 16-bit gradients in fp32.
+    # One part that is expanded: backward sums it in one reduction, 16-bit gradients in fp32.
     copies = local.expand(layout.degree, *local.shape)
     shapes = [list(x.shape) for _ in ranks]
     for rank, shape in enumerate(shapes):

@@ -2,7 +2,7 @@
 
 Towers for images and sounds, projectors, draft models and heads other than output embeddings are
 given whole inputs, or none: what ``enable`` changes of modules and configurations is changed in
-the text model only.
+the text model only, whose modules all files find here. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -109,12 +109,14 @@ _OF_SAMPLES = frozenset({"images_per_sample", "target_sizes"})  # with an entry 
 class ImagePositions:
     """Positions of time, height and width (M-RoPE) where positions of text are given beside images.
 
-    Positions ``[batch, tokens]`` show where documents begin, and nothing of images: a model that is
-    given them computes an image as if it were text. So it is given none, and the function by which
-    it makes its own sees each document as a row. What that leaves in the model, for tokens that are
-    generated next, is not kept; and what an earlier batch has left is not given to embeddings.
+    ``EnabledModel`` calls :meth:`begin` and :meth:`end` around each pass, and :meth:`check_made`
+    where the text model is called.
     """
 
+    # By positions [batch, tokens], which show documents, a model computes an image as if it were
+    # text. So it is given none, and the function by which it makes its own sees each document as a
+    # row. What that leaves in the model, for tokens that are generated next, is not kept; and
+    # embeddings do not get what an earlier batch has left.
     def __init__(self, model: PreTrainedModel) -> None:
         self._name, self._text = type(model).__name__, text_model(model)
         self._owners: list[Any] = [x for x in model.modules() if hasattr(type(x), _MAKES)]

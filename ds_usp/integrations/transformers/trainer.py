@@ -3,7 +3,8 @@
 Trainers count every rank as a data-parallel replica, and a mesh is one. Losses and gradients need
 nothing: they are means over all ranks (see :mod:`ds_usp.integrations.replicas`). What else is
 derived from the number of ranks comes from what an ``Accelerator`` counts, gathers and sums: there
-ranks become replicas. What a trainer takes from its arguments instead, :func:`attach` sets right.
+ranks become replicas. What a trainer takes from its arguments instead, :func:`attach` sets right,
+once a trainer and on every rank, by the functions before ``replicate_batches``.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def attach(trainer: Trainer, mesh: SequenceMesh, **options: Any) -> EnabledModel
 
 
 class _CheckAtEnd(TrainerCallback):
-    """Checks the mesh at the end of training: no later call would find what differs in the last."""
+    """Checks the mesh at the end of training, as no later call does."""
 
     def __init__(self, mesh: SequenceMesh) -> None:
         self._mesh = mesh
@@ -106,8 +107,7 @@ def _check_mesh_of(enabled: EnabledModel, mesh: SequenceMesh, name: str) -> None
 
 
 def _enable_others(trainer: Trainer, policy: EnabledModel) -> None:
-    """Enable the models that a trainer runs beside its own: on whole sequences they would need the
-    memory that sharding has saved."""
+    """Enable the models that a trainer runs beside its own ``policy``, to save their memory too."""
     options = policy._options
     for name, model in _models_of(trainer):
         inner = find_model(model)
@@ -148,6 +148,7 @@ def _models_in(module: Any) -> Iterator[nn.Module]:
 
 
 def _check_trainer(trainer: Trainer) -> None:
+    """ConfigError for a trainer that would not train as one process does; nothing is changed."""
     if not hasattr(trainer, "accelerator") or not hasattr(trainer, "model_wrapped"):
         raise ConfigError(
             f"{type(trainer).__name__} is no Trainer of transformers or TRL; enable(model, mesh) "
@@ -208,6 +209,7 @@ _GENERATING_OPTIONS = ("lmbda", "seq_kd", "predict_with_generate", "generate_dur
 
 
 def _reasons_it_generates(trainer: Trainer) -> Iterator[str]:
+    """Yield why a trainer, or a callback of it, would generate in another way than GRPO's."""
     for option in _GENERATING_OPTIONS:
         value = getattr(trainer.args, option, None)
         if value:
@@ -263,6 +265,7 @@ def _divide_by_loss_weights(trainer: Trainer) -> None:
     count = trainer._get_num_items_in_batch
 
     def num_items(batches: list[Any], device: torch.device) -> Any:
+        # Called once a step, on every rank, with the batches that the step accumulates.
         def of_all_ranks(number: Tensor) -> Tensor:
             if not trainer.args.average_tokens_across_devices:
                 return number
@@ -314,7 +317,7 @@ def _join_logits(trainer: Trainer) -> None:
 
 def _reads_tokens(trainer: Trainer) -> bool:
     """Whether a ``compute_loss`` or ``training_step`` that is not transformers' and not TRL's reads
-    outputs per token: beside labels it would get a shard of them."""
+    outputs per token."""
     owners, names = (trainer, *type(trainer).__mro__), ("compute_loss", "training_step")
     for function in (vars(x)[name] for x in owners for name in names if name in vars(x)):
         code = getattr(function, "__code__", None)

@@ -2,7 +2,8 @@
 
 Read as transformers reads them on one rank: what its own attention would make of a mask, of
 positions or of borders is what the ranks make of them together, or it is refused. Primitives are
-those of :mod:`ds_usp.training.whole_batch`; the rules here are transformers'.
+those of :mod:`ds_usp.training.whole_batch`; the rules here are transformers'. Every rank reads the
+same whole batch in each pass, in hooks of ``EnabledModel``: nothing communicates.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from ds_usp.training.whole_batch import (
 
 AUTO_LAYOUT = "auto"
 
-# The dim of the tokens, of every argument that has one and is sharded.
+# The dim of the tokens, of every argument that has one and is sharded. Another one that layers are
+# handed has to be in attention._KNOWN_TENSORS and _QUERY_DIMS of decoders.py and query_chunks.py.
 TOKEN_DIM = MappingProxyType(
     {
         "input_ids": 1,
@@ -151,10 +153,9 @@ class WholeArguments:
         Raises:
             LayoutError: fewer tokens than the ranks need, or an unknown kind.
         """
-        # Zigzag balances the causal work of one long document. With several, a rank's two pieces of
-        # the sequence may be in documents of different lengths, and the work is what it is: where
-        # all rows have the same documents, tokens are dealt out by their work. Rows of different
-        # documents share one layout, as a batch is one tensor, and no layout balances them all.
+        # Zigzag balances the causal work of one long document. Of several, a rank's two pieces may
+        # be in documents of different lengths: tokens are dealt out by their work, where all rows
+        # have the same documents. No layout balances rows of different ones.
         rows_agree = len({*zip_longest(self.documents, self.packing.parents)}) == 1
         shared = self.documents[0] if rows_agree else ()
         if kind == AUTO_LAYOUT:
@@ -183,7 +184,7 @@ class WholeArguments:
         return next_token_labels(labels)
 
     def check_targets(self, targets: Tensor | None) -> None:
-        """Refuse labels of padding: the kernels of transformers differ in what padding sees.
+        """Refuse labels of padding, whose outputs differ between kernels.
 
         Args:
             targets: what the outputs of every token are compared with; None without labels.
@@ -218,8 +219,7 @@ class WholeArguments:
     def check_tokens(
         self, vocabulary: int | None, targets: Tensor | None, outputs: int | None
     ) -> None:
-        """Refuse tokens without an embedding or an output: only the rank whose shard holds one
-        would fail, and the others would wait for it.
+        """Refuse tokens without an embedding or an output: only the rank that has one would fail.
 
         Args:
             vocabulary, outputs: number of input and of output embeddings; None: not known.
@@ -534,8 +534,7 @@ def _documents(
 def _check_seq_idx(
     seq_idx: Tensor, documents: tuple[Borders, ...], size: int, seq_len: int
 ) -> None:
-    """DataError where seq_idx numbers other documents than the rest of the batch has: transformers'
-    Mamba layers would go by the one, attention by the other."""
+    """DataError where seq_idx, which Mamba layers go by, numbers others than the ``documents``."""
     if not isinstance(seq_idx, Tensor):
         raise DataError(f"seq_idx={seq_idx!r} must be a tensor [{size}, {seq_len}], as the tokens")
     if tuple(seq_idx.shape) not in ((size, seq_len), (1, seq_len)):

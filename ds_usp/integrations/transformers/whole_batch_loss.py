@@ -1,4 +1,5 @@
-"""The loss of the whole batch, where a model computes its loss from this rank's shard."""
+"""The loss of the whole batch, where a model computes its loss from this rank's shard. The model
+calls it in each pass, on every rank; only ``sum_of_shards`` communicates, in forward."""
 
 from __future__ import annotations
 
@@ -69,8 +70,7 @@ class WholeBatchLoss:
                 f"{list(targets.labels.shape)}: its head chooses or adds tokens, which is not "
                 "served"
             )
-        # Labels were shifted while they were whole; a model that shifts its shard again, or leaves
-        # some out, computes another loss.
+        # Labels were shifted whole; a model that shifts its shard, or leaves some out, is wrong.
         is_another = shift_labels is not None and shift_labels is not targets.labels
         if is_another or not targets.is_given(labels):
             raise UnsupportedAttentionError(
@@ -311,7 +311,7 @@ class ChunkedHead:
             and kwargs.get("vocab_size", args[0] if args else None) == weight.shape[0]
             and kwargs.get("ignore_index", IGNORE_INDEX) == IGNORE_INDEX
             and dtype != torch.float16
-            and (dtype == weight.dtype or _is_autocast(logits.hidden))
+            and (dtype == weight.dtype or torch.is_autocast_enabled(logits.hidden.device.type))
         )
 
     # A product alone has its gradients computed in the forward pass; whatever else a model does to
@@ -444,9 +444,6 @@ def _check_number(x: Any) -> None:
         raise ChunkedLogits.refusal(f"arithmetic with a {type(x).__name__}")
 
 
-def _is_autocast(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
-
-
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(hidden.device.type) if _is_autocast(hidden) else hidden.dtype
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
