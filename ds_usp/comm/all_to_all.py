@@ -1,8 +1,10 @@
 """All-to-all between heads and sequence among the Ulysses ranks, packed into one exchange.
 
-Letters of the shapes: B batch, s tokens of one rank, S tokens of the ring rank (all Ulysses ranks
-of it), H heads of a tensor, h heads that one Ulysses rank computes, D head dim. All but B may
-differ from tensor to tensor (q, k, v).
+``attention/validation.py`` plans the exchanges of a new shape, ``passes.py`` and ``functional.py``
+run them in each forward and backward pass. Only posting communicates. Letters of the shapes: B
+batch, s tokens of one rank, S tokens of the ring rank (all Ulysses ranks of it), H heads of a
+tensor, h heads that one Ulysses rank computes, D head dim. All but B may differ from tensor to
+tensor (q, k, v).
 """
 
 from __future__ import annotations
@@ -180,7 +182,8 @@ class HeadAllToAll:
         return tuple(stop - first for first, stop in (ranges[rank] for ranges in self.ranges))
 
     def staging_bytes(self, batch: int, dims: Sequence[int], itemsize: int) -> int:
-        """Staging memory in bytes of one copy-engine exchange of tensors of these head dims."""
+        """Bytes that :meth:`SequenceMesh.reserve` needs for one copy-engine exchange of tensors of
+        these head dims, either way; 0: no copy engine carries it."""
         if not isinstance(self._uniform, CopyEngineAllToAll):
             return 0
         layout, *_ = self.layouts  # of all tensors, or the exchange were not uniform
@@ -242,7 +245,8 @@ class HeadAllToAll:
         return kind(self.mesh, slices, self.ranges)
 
     def _sequence_slices(self, tensors: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """Views of sequence shards: this rank's tokens, the heads of Ulysses rank ``rank``."""
+        """Views of sequence shards: this rank's tokens, the heads of Ulysses rank ``rank``. They
+        have the order of that rank's :meth:`_head_slices`: messages have no other tags."""
         return [
             x[:, run.start : run.stop, begin:end]
             for x, layout, ranges in zip(tensors, self.layouts, self.ranges, strict=True)

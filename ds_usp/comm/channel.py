@@ -1,4 +1,6 @@
-"""Point-to-point exchanges among the ranks of a group: post, compute, wait; and what they count."""
+"""Point-to-point exchanges among the ranks of a group: post, compute, wait; and what they count.
+``attention/kv_exchange.py`` and ``uniform_all_to_all.py`` use them in each forward and backward
+pass, on all ranks of the group in one order; what makes views of buffers communicates nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +17,6 @@ from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 
 from ds_usp.errors import MeshError
-
-# ------------------------------------------------------------------------------------------------
-# Communication ledger: counts of calls and bytes sent.
 
 
 class CommLedger:
@@ -50,7 +49,6 @@ class CommLedger:
         return ", ".join(rows) or "nothing sent"
 
 
-# ------------------------------------------------------------------------------------------------
 # Ranges of exchanges in a profiler's trace: what a GPU's copies and NCCL kernels belong to.
 #
 # A range is named ``ds_usp.comm/KIND/BYTES``: the ledger's kind and the bytes sent to other ranks.
@@ -137,7 +135,9 @@ def split_features(
 
     Args:
         x: dense in its last dim, which has at least the sum of all ``h * D``; neither is checked.
-        shapes: ``h`` and ``D`` of each.
+            Callers count it themselves (``buffer_sizes``, ``kv_exchange._head_shapes``).
+        shapes: ``h`` and ``D`` of each, in the order of the tensors. That no gap lies between them
+            is also in the offsets of ``plan_to_heads``, ``recvs_to_sequence`` and packing_triton.
         tokens_first: ``x`` is ``[tokens, B, ...]``; the views are ``[B, tokens, ...]``.
     """
     first, views = x.storage_offset(), []
@@ -150,6 +150,7 @@ def split_features(
 def _feature_views(
     shape: tuple[int, ...], stride: tuple[int, ...], shapes: HeadShapes, tokens_first: bool
 ) -> tuple[StridedView, ...]:
+    """Return the views of :func:`split_features`, whose ``x`` has this shape and stride."""
     sizes, strides, offset = shape[:-1], stride[:-1], 0
     if tokens_first:
         sizes, strides = (sizes[1], sizes[0], *sizes[2:]), (strides[1], strides[0], *strides[2:])
@@ -234,8 +235,7 @@ class P2PChannel(Channel):
     def acquire_staging(
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype
     ) -> StagingBuffer:
-        """A buffer of this shape to pack sends into. All ranks call this before they post; nobody
-        else writes it until the next call, or until the channel is dropped."""
+        """A new buffer of this shape to pack sends into, which nobody else writes."""
         return StagingBuffer(like.new_empty(*shape, dtype=dtype))
 
     def post(

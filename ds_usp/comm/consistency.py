@@ -1,5 +1,6 @@
 """Consistency check: ranks compare what they are about to do, so that those that differ raise
-instead of hanging."""
+instead of hanging. Attention, recurrences and enabled models ask the checker of their mesh before
+each call and backward pass, on every rank in one order: a comparison is collective, on CPUs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ being pulled                              0      0        reader sets free: idle
 
 A flag that was waited for is cleared before it can be set again, so exchanges have no sequence
 number and a CUDA graph of them can be launched again and again. Flags of one step are one driver
-call: every call costs CPU time. NVLink multicast is never used.
+call: every call costs CPU time. NVLink multicast is never used. ``SequenceMesh.reserve`` makes an
+engine for each kind of traffic; in each forward and backward pass its channels acquire slots, post
+and wait, on all ranks of the group in one order.
 """
 
 from __future__ import annotations
@@ -60,7 +62,6 @@ from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.pipeline_schedule import pipeline_schedule, staging_slots
 from ds_usp.geometry.ring_schedule import ring_schedule
 
-# ------------------------------------------------------------------------------------------------
 # Calls of the CUDA driver API that torch lacks, by NVIDIA's cuda-bindings: signal flags that
 # streams set and wait for, and copies between addresses.
 
@@ -184,7 +185,6 @@ def _bind(device: int) -> None:
         raise MeshError(f"the CUDA driver gives no context for GPU {device}: error {int(error)}")
 
 
-# ------------------------------------------------------------------------------------------------
 # Symmetric memory: torch's (torch.distributed._symmetric_memory), which the GPUs of a node map
 # from each other.
 
@@ -412,8 +412,7 @@ class CopyEngine:
         return True
 
     def note_replay(self) -> None:
-        """The current stream launches a CUDA graph, whose waits :meth:`abort_waits` may have to
-        end."""
+        """The current stream launches a CUDA graph, whose waits :meth:`abort_waits` may end."""
         self._current = current_stream(self._device)
 
     @property
@@ -569,12 +568,9 @@ class CopyEngine:
             self._pull(stream, recv, start, itemsize)
 
     def _pull(self, stream: int, recv: RecvSpec, start: int, itemsize: int) -> None:
-        """Enqueue a copy from the staging memory of a rank, from byte ``start`` on.
-
-        Args:
-            recv: whose target is contiguous, or, with a stride between the source's rows, ``[rows,
-                batch, heads, dim]`` with strides between rows and samples.
-        """
+        """Enqueue a copy from a rank's staging memory, from byte ``start`` on. The target is
+        contiguous, or, with a stride between the source's rows, ``[rows, batch, heads, dim]`` with
+        strides between rows and samples."""
         if self._memory is None:
             raise MeshError("the copy engine has no staging memory: reserve some first")
         source, out, _, row_stride, view = recv
@@ -598,7 +594,6 @@ class CopyEngine:
             )
 
 
-# ------------------------------------------------------------------------------------------------
 # Channels over the copy engines of a mesh, and what is done with all of its engines at once.
 
 
@@ -606,8 +601,7 @@ _ABORT_TIMEOUT_S = 60.0  # for streams that wait for something else after an err
 
 
 class CopyEngineChannel(Channel):
-    """:class:`ds_usp.comm.channel.P2PChannel` by copy engines; received tensors need not be
-    dense."""
+    """:class:`P2PChannel` by copy engines; received tensors need not be dense."""
 
     def __init__(self, engine: CopyEngine, ledger: CommLedger, kind: str) -> None:
         self._engine, self._ledger, self._kind = engine, ledger, kind

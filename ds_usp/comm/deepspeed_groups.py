@@ -2,8 +2,7 @@
 
 # It stands in comm, and not in training with what else knows DeepSpeed: every mesh must have it,
 # also in programs that call deepspeed.initialize themselves and never import ds_usp.training, which
-# are those that get it wrong. A lower layer cannot ask a higher one for it, and what training would
-# register would be missing just there. It imports nothing of DeepSpeed: it reads what is loaded.
+# are those that get it wrong. It imports nothing of DeepSpeed: it reads what is loaded.
 
 from __future__ import annotations
 

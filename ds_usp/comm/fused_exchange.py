@@ -3,6 +3,7 @@ transposes, which costs the host less than packing, flags and copies.
 
 The kernel runs on the current stream: nothing overlaps it, and it holds its SMs while a rank is
 late. So it is for calls that the host's work decides, where an attention call asks for it.
+``SequenceMesh.reserve`` makes one a mesh, and ``HeadAllToAll`` calls it in forward and backward.
 """
 
 from __future__ import annotations

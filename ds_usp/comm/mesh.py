@@ -1,4 +1,5 @@
-"""The process groups and communication state of one ulysses x ring grid."""
+"""The process groups and communication state of one ulysses x ring grid: programs and enabled
+models make it at start, on every rank, and pass it to each call."""
 
 from __future__ import annotations
 
@@ -49,7 +50,6 @@ from ds_usp.geometry.layout import DEFAULT_SP_ORDER, ORDERS, TokenLayout
 from ds_usp.geometry.ranks import RankGrid
 from ds_usp.lowlevel import wait_for_native_threads
 
-# ------------------------------------------------------------------------------------------------
 # Validation of the sequence-parallel group that a user passes: a process group or a DeviceMesh.
 
 
@@ -158,7 +158,6 @@ def group_of_device_mesh(
     return sp_group or longer_axis, degree, mesh_order
 
 
-# ------------------------------------------------------------------------------------------------
 # A weak registry of objects by name: ops of torch take tensors and plain values alone.
 
 
@@ -423,9 +422,8 @@ class SequenceMesh:
 
     @classmethod
     def build(cls, grid: RankGrid) -> SequenceMesh:
-        """The mesh of this process in a grid that has axes ``ulysses`` and ``ring``.
-
-        Collective over the world.
+        """The mesh of this process in a grid with axes ``ulysses`` and ``ring``; collective over
+        the world.
 
         Raises:
             ConfigError: the grid is not as large as the world.
@@ -649,8 +647,7 @@ class SequenceMesh:
             check(self)
 
     def agree(self, text: str, error: Exception | None = None) -> None:
-        """Check now that every rank passes the same text
-        (:func:`ds_usp.comm.consistency.check_same`)."""
+        """Check now that every rank passes one text, as ``check_same`` of consistency.py does."""
         self.consistency.check_now(text, error)
 
     @contextmanager

@@ -3,7 +3,8 @@ one read and one write of each element.
 
 The buffer is ``[P, T, B, features]``: P pieces of T tokens. To heads there is one piece a rank, of
 this rank's tokens; to the sequence one piece, of the ring rank's tokens in their order. This rank's
-own tokens are one or two runs of one piece, which are not packed.
+own tokens are one or two runs of one piece, which are not packed. ``uniform_all_to_all.py`` and
+``attention/kv_exchange.py`` pack each exchange so before they post it; nothing here communicates.
 
 Letters of the shapes: B batch, h heads of a rank, D head dim, L tokens of the destination.
 """
@@ -132,7 +133,7 @@ def pack_for_send(
     *,
     already_packed: bool = False,
 ) -> None:
-    """Pack every tensor for the other ranks, and write this rank's own tokens to ``local_out``.
+    """Pack tensors for other ranks, and own tokens into ``local_out``, as packing_triton.py does.
 
     Args:
         staging: ``[P, T, B, features]``, dense; a token's heads of all tensors are neighbours.

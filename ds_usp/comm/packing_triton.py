@@ -1,4 +1,5 @@
-"""Packing of tensors for all ranks: up to three in one kernel, more in several."""
+"""Packing of tensors for all ranks, for :class:`PackPlan`: up to three in one kernel, more in
+several. It writes what ``pack_for_send`` of packing.py does; :func:`prepare` runs once a plan."""
 
 from __future__ import annotations
 

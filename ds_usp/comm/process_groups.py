@@ -1,5 +1,5 @@
-"""Process groups: sub-groups that only their members create, a few bytes from every rank, which
-ranks are on one node, and an error that all ranks of a program raise, printed once."""
+"""Process groups, made at start with a mesh: sub-groups that only their members create, a few bytes
+from every rank, which ranks are on one node; and an error that all ranks raise, printed once."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
 
 def new_local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     """``dist.new_group(ranks, **options)`` that only its members call, named after these ranks and
-    the number of groups that a process is in: :func:`align_group_counters` first.
-    """
+    the number of groups that a process is in: :func:`align_group_counters` first."""
     # So torch itself names it up to 2.13. From 2.14 on it takes the number of groups that were
     # asked for, and counts this one on its members alone: the next group that the whole world
     # creates would have another name on each side, and both would wait. Our groups therefore bring
@@ -74,11 +73,8 @@ def new_local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
 
 
 def align_group_counters(group: dist.ProcessGroup) -> None:
-    """Create one-rank groups until all ranks are in as many groups as any of them. Collective.
-
-    A :func:`new_local_group` is named after that number: ranks with other numbers would wait for
-    each other under other names.
-    """
+    """Create one-rank groups until all ranks are in as many groups as any of them: a
+    :func:`new_local_group` is named after that number. Collective."""
     count = len(c10d._world.pg_names)
     counts = all_gather_bytes(count.to_bytes(8, "big"), group)
     for _ in range(max(int.from_bytes(data, "big") for data in counts) - count):

@@ -1,7 +1,8 @@
 """Reads the tensors that describe a batch once in each forward pass of a model.
 
 Every layer is given the positions, cumulative lengths or masks of its batch. To read them waits
-for the GPU, and to join what the ranks read is a collective: the first layer of a pass does it.
+for the GPU, and to join what the ranks read is a collective: the first layer of a pass does it. The
+attention functions of ``ds_usp.compat`` and ``attention/local_attention.py`` ask in each layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The whole tensor from the ranks' shards, of different lengths: the one gather of the library.
 
 Ranks that gather must hold the shards of one layout, with the same other dims: the mesh's
-consistency checker compares them on the CPUs, which do not wait for a GPU.
+consistency checker compares them on the CPUs, which do not wait for a GPU. Callers are
+``SequenceMesh.gather`` and, of :func:`all_gather_shards`, the branches of diffusers' models.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ to sequence    ``[S, B, features]``          the tokens of its slices
 =============  ============================  ===================================================
 
 ``s`` differs between ranks, and so do the pieces' places in their buffers; all reserve memory for
-the largest.
+the largest. ``HeadAllToAll`` alone uses this file. Its posts are collective over the Ulysses ranks;
+the functions of shapes and strides communicate nothing.
 
 Letters of the shapes as in :mod:`ds_usp.comm.all_to_all`.
 """
