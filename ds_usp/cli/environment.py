@@ -1,6 +1,7 @@
 """``ds-usp env``: facts for a bug report about a machine and what is installed on it.
 
-Every section is read on its own: one that cannot be read is a line with the reason, no exception.
+In one process, without communication; under torchrun in each, and rank 0 prints. Every section is
+read on its own: one that cannot be read is a line with the reason, no exception.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _LONG = ("cpu_info", "pip_packages", "conda_packages", "pip_version", "miopen_ru
 
 
 def main(argv: Sequence[str], print_line: Callable[..., None]) -> int:
-    """Run ``ds-usp env``. Under torchrun rank 0 alone prints."""
+    """Run ``ds-usp env``."""
     text = "versions, GPUs and links, usable kernels and copy engines: for a bug report"
     parser = OneLineParser(prog="ds-usp env", description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")

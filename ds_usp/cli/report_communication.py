@@ -1,8 +1,9 @@
 """``ds-usp report-communication``: what of a traced program's communication no kernel hides.
 
-Reads traces of ``torch.profiler``, of any program. HolisticTraceAnalysis does so for kernels of
-NCCL, but leaves out what copy engines copy: the profiler records no call that launched it. Here it
-is known by the range of ds_usp's exchange, which the profiler draws on the stream of the copies.
+Reads traces of ``torch.profiler``, of any program, without GPUs or ranks. HolisticTraceAnalysis
+does so for kernels of NCCL, but leaves out what copy engines copy: the profiler records no call
+that launched it. Here it is known by the range of ds_usp's exchange, which the profiler draws on
+the stream of the copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Number of head chunks of a call, and how their KV is exchanged: stepwise or all-gathered."""
+"""Number of head chunks of a call, and how their KV is exchanged: stepwise or all-gathered. Each
+rank asks while a call is planned (``Tuning.resolve``), for equal answers; so does the planner."""
 
 from __future__ import annotations
 
@@ -73,9 +74,8 @@ class CallSize(NamedTuple):
     head_blocks: int = 0
 
     def num_chunks(self) -> int:
-        """Number of head chunks: at most what the heads allow and ``_MAX_CHUNKS`` (without a
-        backward pass ``_MAX_FORWARD_CHUNKS``). The larger of two: as many as leave each kernel call
-        ``_CHUNK_FLOP`` (``_RING_CHUNK_FLOP`` without Ulysses), in whole KV groups; and the number
+        """Number of head chunks: at most what the heads allow and ``_MAX_CHUNKS``. The larger of
+        two: as many as leave each kernel call ``_CHUNK_FLOP``, in whole KV groups; and the number
         with the least exposed exchange plus ``_CHUNK_S`` a kernel call, which may cut groups
         (:meth:`HeadSplit.chunk_limit`). Where thread blocks are equal, fewer, down to half of that,
         if they save ``_LEAST_GAIN`` of the kernels' time in last waves."""

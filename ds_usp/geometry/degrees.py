@@ -1,4 +1,5 @@
-"""The rule which parallel degrees fit a model's heads and a number of ranks: its only owner."""
+"""The rule which parallel degrees fit a model's heads and a number of ranks: its only owner. Each
+rank asks by itself: for its arguments, for a mesh, for the heads of a new call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The ``balanced`` token layout: packed documents, sharded so that ring ranks hold as many tokens
-and compute as much causal attention each."""
+and compute as much causal attention each. ``layout.py`` asks, once for each set of documents."""
 
 from __future__ import annotations
 
@@ -212,13 +212,14 @@ class _DocumentRun:
         return self.stop - self.start
 
 
+_NO_RUN = _DocumentRun(0, 0, 0)
 _Swap = tuple[_DocumentRun | None, _DocumentRun | None]
 
 
 # Every rank runs this search on its own and must find the same layout, so its budget is a number of
 # looks and not a time.
 class SearchBudget:
-    """How many more splits may be looked at."""
+    """How many more splits may be looked at; each look takes one off."""
 
     def __init__(self, remaining: int) -> None:
         self.remaining = remaining
@@ -232,9 +233,6 @@ def rebalance_pair(
     Runs stay whole but for one, which fills up the tokens of both: its front goes to one rank and
     its back to the other. For a choice of that run, the shortest first, the others are assigned
     greedily, the one of most work first, and swapped as long as that helps.
-
-    Args:
-        budget: splits that may still be looked at; each look takes one off.
     """
     tokens = sum(stop - start for start, stop in runs_a)
     pool = [
@@ -327,10 +325,8 @@ class _PairSplit:
                 if swapped is not None:
                     self._assigned[side].remove(swapped)
                     self._assigned[1 - side].append(swapped)
-            tokens, work = (
-                sum(run.tokens for run in self._assigned[0]),
-                sum(run.work for run in self._assigned[0]),
-            )
+            tokens = sum(run.tokens for run in self._assigned[0])
+            work = sum(run.work for run in self._assigned[0])
         cost, self._front_first, self.max_load = self._fill_with_split_run(tokens, work)
         return cost
 
@@ -356,15 +352,9 @@ class _PairSplit:
         best: tuple[float, _Swap] = inf, (None, None)
         for moved_out in first_runs:
             for moved_in in second_runs:
-                new_tokens = (
-                    tokens
-                    - (moved_out.tokens if moved_out else 0)
-                    + (moved_in.tokens if moved_in else 0)
-                )
-                new_work = (
-                    work - (moved_out.work if moved_out else 0) + (moved_in.work if moved_in else 0)
-                )
-                cost = self._cost_of(new_tokens, new_work)
+                given, taken = moved_out or _NO_RUN, moved_in or _NO_RUN
+                new_tokens = tokens - given.tokens + taken.tokens
+                cost = self._cost_of(new_tokens, work - given.work + taken.work)
                 if cost < best[0]:
                     best = cost, (moved_out, moved_in)
         return best

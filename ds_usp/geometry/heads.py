@@ -1,4 +1,5 @@
-"""The attention heads that each Ulysses rank computes, and the key/value heads that it needs."""
+"""The attention heads that each Ulysses rank computes, and the key/value heads that it needs: those
+of all ranks on each, while a call is planned, and in the planner."""
 
 from __future__ import annotations
 
@@ -169,7 +170,8 @@ def _chunk_sizes(count: int) -> tuple[int, ...]:
 
 
 def _chunk_edges(heads: int, count: int, *, equal: bool = False) -> list[int]:
-    """The ``count + 1`` bounds of chunks of a head or more, of :func:`_chunk_sizes` or equal."""
+    """The ``count + 1`` bounds of chunks of a head or more (``heads`` are at least ``count``), of
+    :func:`_chunk_sizes` or equal."""
     sizes, edges = (1,) * count if equal else _chunk_sizes(count), [0]
     for index in range(1, count):
         ideal = round(heads * sum(sizes[:index]) / sum(sizes))

@@ -1,4 +1,5 @@
-"""Layouts of joint attention: joint tokens beside a sharded sequence, as one sequence."""
+"""Layouts of joint attention: joint tokens beside a sharded sequence, as one sequence. Equal ones
+are made on all ranks, by ``usp_joint_attention`` and for models of diffusers."""
 
 from __future__ import annotations
 
@@ -97,8 +98,8 @@ class JointLayout(TokenLayout):
 
 @dataclass(frozen=True)
 class ConcatenatedShards(TokenLayout):
-    """The shards of a layout as if they were a sequence, rank after rank on one Ulysses axis: what
-    :meth:`TokenLayout.gather` takes.
+    """The shards of a layout without documents as if they were a sequence, rank after rank on one
+    Ulysses axis: an all-to-all then gathers the joint output, for :meth:`TokenLayout.gather`.
 
     Args:
         degrees: Ulysses and ring of the layout itself.

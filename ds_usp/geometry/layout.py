@@ -1,4 +1,5 @@
-"""Token layouts: which tokens of a sequence each rank holds, and in which order."""
+"""Token layouts: which tokens of a sequence each rank holds, and in which order. Each rank makes
+those of all ranks (``mesh.layout``); with each call they compare its text."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ class TokenSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenSlices:
-    """The slices of a ring rank's tokens: ``by_rank`` has each Ulysses rank's, as they follow each
-    other in its shard."""
+    """The slices of a ring rank's tokens, for the dense exchange of ``uniform_all_to_all.py``:
+    ``by_rank`` has each Ulysses rank's, as they follow each other in its shard."""
 
     by_rank: tuple[tuple[TokenSlice, ...], ...]
 
@@ -139,7 +140,7 @@ class TokenLayout:
     Attributes:
         LEAST: tokens that every rank needs.
         CALLERS_KIND: the default of every entry point whose caller shards the tokens itself: the
-            order that the caller has already. Another kind is taken only where it is named.
+            order that the caller has already.
         LOADERS_KIND: the default of programs that shard the batch themselves, whose user never
             sees the order: causal work is balanced.
     """
@@ -184,6 +185,7 @@ class TokenLayout:
             )
 
     def _validate_documents(self) -> tuple[Borders, Parents]:
+        """Return the fields ``documents`` and ``parents`` of the one row, empty where not given."""
         mask: Any = self.documents
         if isinstance(mask, MaskSpec):
             if self.parents and (self.parents,) != mask.parents:
@@ -368,8 +370,7 @@ class TokenLayout:
     def gather(self, shards: Any, dim: int) -> Any:
         """Return the full tensor, from a list of all ranks' shards in rank order.
 
-        It undoes :meth:`shard` and carries gradients. A rank that holds its own shard alone calls
-        :meth:`ds_usp.SequenceMesh.gather`.
+        It undoes :meth:`shard` and carries gradients; nothing is sent.
 
         Raises:
             LayoutError: shards that are not this layout's, or that differ in more than tokens.

@@ -1,4 +1,5 @@
-"""Attention masks: which (query, key) pairs attend, in global positions."""
+"""Attention masks: which (query, key) pairs attend, in global positions. All ranks have equal ones,
+compare their text with each call, and read their areas while they plan it."""
 
 from __future__ import annotations
 
@@ -88,11 +89,10 @@ class MaskSpec:
         areas: in place of all other fields, for every sample (:meth:`rectangles`) of one document.
 
     Raises:
-        ConfigError: a bound that is not a whole number of 0 or more; borders that do not start
-            at 0 or do not ascend; a prefix together with documents; blocks of other samples than
-            the documents, that overlap, or across a border; parents of other samples or numbers
-            than the documents, that do not come first, or with blocks or tokens that come later;
-            areas that share a pair, or in none of which a token sees itself.
+        ConfigError: a bound that is no number of 0 or more; borders that do not start at 0 or do
+            not ascend; a prefix together with documents; blocks that overlap or cross a border,
+            parents that do not come first, either of other samples than the documents; parents with
+            blocks or ``right``; areas that share a pair, or in none of which a token sees itself.
     """
 
     left: int | None = None

@@ -1,10 +1,9 @@
 """The order in which one rank exchanges and computes the head chunks of one pass, as a value.
 
-``pipeline_schedule`` is the whole policy of overlap; ``ds_usp.attention.passes`` executes its
-instructions one after the other and decides nothing; the planner times them. Printed, an
-instruction is its chunk, its operation and the number of its exchange or kernel call: ``1kv0``
-posts the first KV exchange of chunk 1, ``1kv0?`` waits for it, ``1attn2.0`` is the first kernel
-call of its ring step 2.
+``pipeline_schedule`` is the whole policy of overlap. ``attention/plan.py`` asks for each pass of a
+new call; ``attention/passes.py`` executes the instructions one after the other and decides nothing;
+the planner times them. As printed, ``1kv0`` posts the first KV exchange of chunk 1, ``1kv0?`` waits
+for it, ``1attn2.0`` is the first kernel call of its ring step 2.
 """
 
 from __future__ import annotations
@@ -300,7 +299,7 @@ class _ScheduleWriter:
 
 
 def exchange_order(schedule: Schedule) -> str:
-    """The posts of each kind of exchange in their order, which is the same on every rank."""
+    """The posts of each kind of exchange in their order, which the ranks compare."""
     posts = [instr for instr in schedule if instr.op.is_post]
     posted = ((kind, [str(x) for x in posts if x.op.channel == kind]) for kind in CHANNELS)
     return "; ".join(f"{kind}: {' '.join(instrs)}" for kind, instrs in posted if instrs)
@@ -319,9 +318,9 @@ def exposed_posts(schedule: Schedule) -> frozenset[Instr]:
 
 
 def staging_slots(schedule: Schedule, kind: str) -> int:
-    """Staging buffers of a kind of channel by copy engines, used in rotation, with which a rank
-    need not wait to pack: one that is being pulled, beside all that are packed between two kernel
-    calls or staged before a call. While a kernel runs, what was posted before it is pulled."""
+    """Staging buffers of a kind of channel by copy engines (``comm/copy_engine.py``), in rotation,
+    with which a rank need not wait to pack: one that is being pulled, beside all that are packed
+    between two kernel calls or staged before one, during which what was posted is pulled."""
     staged: set[int] = set()
     posted: set[int] = set()
     slots = 2

@@ -1,4 +1,5 @@
-"""The grid of ranks: from axis sizes to the list of ranks of every process group."""
+"""The grid of ranks: from axis sizes to the list of ranks of every process group. Each rank asks
+when meshes and groups are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The steps of ring attention as data: what a rank receives, computes and sends in each."""
+"""The steps of ring attention as data: what a rank receives, computes and sends in each. Each rank
+plans its own for a new call (``attention/plan.py``); the planner counts what they send."""
 
 from __future__ import annotations
 
@@ -153,8 +154,7 @@ def ring_schedule(
 
     Args:
         support: what the kernel computes in one call, as of :func:`plan_tiles`.
-        gather: all-gathered KV: the blocks of all other ranks in one step. Fewer, larger kernel
-            calls and fewer merges, for memory that grows with the ring.
+        gather: all-gathered KV: the blocks of all other ranks in one step.
         position: of this head chunk among the chunks of a call (the note above).
         kv_layout: where the keys are, if they are of another sequence than the queries.
 
@@ -247,7 +247,8 @@ def _merged_local_step(
     support: TileSupport,
     separate_steps: tuple[RingStep, RingStep],
 ) -> RingStep | None:
-    """A rank's own keys and its peers' in one step; None if that saves no kernel call."""
+    """A rank's own keys and its peers' in one step, in the place of ``separate_steps``, the local
+    and the remote one; None if that saves no kernel call."""
     if not separate_steps[1].kv_ranges:
         return None
     merged = _remote_step(ring, rank, [*offsets, 0], support)

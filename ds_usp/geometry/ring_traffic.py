@@ -1,4 +1,5 @@
-"""The tokens that each ring rank sends and receives, on integers."""
+"""The tokens that each ring rank sends and receives, on integers, for ``ring_schedule.py``: of all
+ranks on each, so that sender and receiver agree without a message."""
 
 from __future__ import annotations
 

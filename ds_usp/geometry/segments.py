@@ -1,4 +1,5 @@
-"""Token segments: runs of global positions, in which a rank's shard of the sequence is written."""
+"""Token segments: runs of global positions, in which a rank's shard of the sequence is written;
+layouts and tiles compute on them. And which rows ranges share, for ``kernels/merge.py``."""
 
 from __future__ import annotations
 

@@ -266,7 +266,8 @@ class StateChains:
     def sent_bytes(
         self, rank: int, state: int, transition: int, itemsize: int = 4, *, backward: bool = False
     ) -> int:
-        """Bytes of states that a rank sends in a pass of a layer; the planner computes their mean.
+        """Bytes of states that a rank sends in a pass of a layer: what the ledger counts, whose
+        mean over ranks is ``chain_traffic`` of the planner.
 
         Args:
             state, transition: elements of S and of A of one row.
@@ -286,7 +287,6 @@ class StateChains:
 
         Args:
             width: taps less one.
-            backward: of the backward pass.
         """
         halo = self.halo(rank, width)
         if backward:

@@ -1,4 +1,5 @@
-"""Tiles: the rectangles of (query, key) pairs with a diagonal band that a kernel is called with."""
+"""Tiles: the rectangles of (query, key) pairs with a diagonal band that a kernel is called with.
+``ring_schedule.py`` makes them while a call is planned; kernels read them at each call."""
 
 from __future__ import annotations
 
@@ -138,9 +139,6 @@ def plan_tiles(
         support: what the kernel can compute in one call.
         sample: whose documents, where samples have their own.
 
-    Returns:
-        Tiles by area of the mask.
-
     Raises:
         LayoutError: runs of different stride under a window, whose common pairs are no band.
         UnsupportedAttentionError: a window for a kernel that has none.
@@ -180,6 +178,7 @@ def _bounds(q: Segment, k: Segment, window: Bounds) -> tuple[int, int]:
 
 
 def _tile(q: Segment, q_start: int, k: Segment, k_start: int, window: Bounds) -> Tile | None:
+    """The tile of two runs at row ``q_start`` and column ``k_start`` of their shards, or None."""
     low, high = _bounds(q, k, window)
     shift = k_start - q_start
     return _trim(
@@ -226,7 +225,7 @@ def _try_merge(a: Tile, b: Tile) -> Tile | None:
     """One tile with the pairs of two disjoint tiles; None if there is none.
 
     The smallest band rectangle around both contains both, so it is their union exactly when it
-    holds as many pairs as they do. It then has no empty row or column, so there is no gap between.
+    holds as many pairs as they do.
     """
     q_start, q_stop = min(a.q_start, b.q_start), max(a.q_stop, b.q_stop)
     k_start, k_stop = min(a.k_start, b.k_start), max(a.k_stop, b.k_stop)
@@ -338,7 +337,7 @@ class KernelCall:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # without the tiles, of which there may be thousands
         return hash((self.q_start, self.q_stop, self.k_start, self.k_stop, self.window))
 
     @classmethod

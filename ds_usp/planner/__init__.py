@@ -1,6 +1,7 @@
 """Says which degrees, how fast, and whether it fits: cost formulas, before a GPU is used.
 
-Geometry and the standard library only; ``python -m ds_usp.planner`` is the command line.
+Geometry and the standard library only; ``python -m ds_usp.planner`` is the command line. Nothing
+here communicates: a command is one process, and each rank plans by itself.
 """
 
 from ds_usp.planner.answer import Answer, answer

@@ -1,6 +1,7 @@
 """The answer to "how do I run this?": one plan, why it and not another, and the lines that run it.
 
-What is recommended, marked in a table and written as lines is one object.
+What is recommended, marked in a table and written as lines is one object: ``ds-usp plan`` prints
+it, and ``choose_degree.py`` its reasons.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.arguments import counted
 from ds_usp.planner.degree_rule import RULE, rule_degrees
 from ds_usp.planner.emit import emit
 from ds_usp.planner.formulas import model_flop_per_token
@@ -76,7 +78,8 @@ def _degrees(result: SearchResult, plan: Plan) -> Iterator[str]:
         yield f"whole sequences: {RULE[0]}, and one holds it"
         return
     per_node, of_rule = result.cluster.gpus_per_node, _rule_of(result, plan)
-    numbers = f"{config.sp} GPUs a sequence, {model.kv_heads} KV heads, {per_node} GPUs a node"
+    heads, node = counted(model.kv_heads, "KV head"), counted(per_node, "GPU")
+    numbers = f"{config.sp} GPUs a sequence, {heads}, {node} a node"
     if config.split == of_rule:
         yield f"{RULE[1]}, {RULE[2]} ({numbers})"
         return
@@ -198,11 +201,12 @@ def _twice(plan: Plan, longer: SearchResult) -> str:
 
 
 def infeasibility(result: SearchResult) -> Sequence[str]:
-    """The plan closest to fitting, what it lacks, and how many GPUs hold it."""
+    """Say of a search without plans what the one closest to fitting lacks, and how many GPUs hold
+    it; or which rules have refused all."""
     closest = result.closest_to_fitting
     if closest is None:
         rules = ", ".join(f"{rule} ({count})" for rule, count in result.outcomes.most_common(3))
-        return [f"no configuration of {result.gpus} GPUs is possible: {rules}"]
+        return [f"no configuration of {counted(result.gpus, 'GPU')} is possible: {rules}"]
     lines = [
         f"nothing fits into {result.budget_bytes / GIB:.1f} GiB a GPU. The nearest plan lacks "
         f"{closest.over_budget_bytes / GIB:.1f} GiB: {closest.config}"
@@ -250,7 +254,7 @@ def answer_text(answer: Answer, top: int, alone: bool) -> Iterator[object]:
     result, plan = answer.result, answer.plan
     work, cluster, budget = result.work, result.cluster, result.budget_bytes / GIB
     yield (
-        f"{work.model.name}, {work.seq_len:,} tokens, global batch {work.global_batch}, "
+        f"{work.model.name}, {counted(work.seq_len, 'token')}, global batch {work.global_batch}, "
         f"{result.gpus} x {cluster.name}, {budget:.1f} GiB of each to fill, "
         f"{result.framework.name}"
     )
@@ -275,7 +279,7 @@ def answer_text(answer: Answer, top: int, alone: bool) -> Iterator[object]:
             yield fill(answer.twice, 100, initial_indent=f"{'twice':8}", **_INDENTED)
     counts = ", ".join(f"{count:,} {rule}" for rule, count in in_order(result.outcomes))
     yield ""
-    yield fill(f"{result.considered:,} configurations considered: {counts}", 100)
+    yield fill(f"{counted(result.considered, 'configuration')} considered: {counts}", 100)
     if alone:
         yield (
             "one sequence a step, which all GPUs share, without data parallelism: --global-batch "

@@ -35,6 +35,11 @@ DTYPES = tuple(BYTES)
 TOKENS = "in tokens: 131072, or 128K, or 1M (powers of 1024)"
 
 
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """The number and its noun: ``1 GPU``, ``1,024 GPUs``; ``plural``: what more than one adds."""
+    return f"{count:,} {noun}{plural if count != 1 else ''}"
+
+
 def flag(help: str, default: Any = MISSING, **options: Any) -> Any:
     """A dataclass field that is a flag; required without a default, a switch if it is a bool.
 

@@ -1,5 +1,5 @@
 """Seconds of attention on ulysses x ring: the simulation of its schedule, whose instructions take
-what a cluster's rates say."""
+what a cluster's rates say. ``step_time.py`` asks for each configuration of a search."""
 
 from __future__ import annotations
 
@@ -67,12 +67,7 @@ class PassSeconds:
 
 
 def sent_by_operation(
-    work: Workload,
-    config: ParallelConfig,
-    *,
-    all_to_all: float,
-    ring: float,
-    backward: bool,
+    work: Workload, config: ParallelConfig, *, all_to_all: float, ring: float, backward: bool
 ) -> Mapping[Op, SentBytes]:
     """Bytes of one pass by the operation that posts them.
 
@@ -294,12 +289,9 @@ def simulated_pass(
     # The ranks of a node share its link, and on one of two nodes all are the ring's busiest. Inside
     # a node the mean is closer to what was measured: each rank has links of its own.
     ring_inside = inside_node(cluster, group_of(config, "ring"))
+    ring_bytes = traffic.ring_forward if ring_inside else traffic.ring_busiest
     sent = sent_by_operation(
-        work,
-        config,
-        all_to_all=traffic.ulysses,
-        ring=traffic.ring_forward if ring_inside else traffic.ring_busiest,
-        backward=backward,
+        work, config, all_to_all=traffic.ulysses, ring=ring_bytes, backward=backward
     )
     out_elements = work.rank_tokens(config) * work.model.q_width / config.tp
     merge_bytes = out_elements * _MERGE_BYTES

@@ -1,4 +1,5 @@
-"""``--ulysses-degree auto``: the degree of a run whose other degrees are fixed."""
+"""``--ulysses-degree auto``: the degree of a run whose other degrees are fixed. Programs ask once a
+start, on each rank, while they check their arguments (``megatron_patches/flags.py``)."""
 
 from __future__ import annotations
 
@@ -83,11 +84,7 @@ def choose_ulysses(
     fixed: Mapping[str, object] = {axis: getattr(config, axis) for axis in axes}
     # The run's own settings are kept: the search switches none on.
     framework = replace(
-        framework,
-        zero=(config.zero,),
-        chunks_loss=False,
-        fsdp2=False,
-        length_settings=(),
+        framework, zero=(config.zero,), chunks_loss=False, fsdp2=False, length_settings=()
     )
     result = search(cluster, work, gpus, framework, fixed=fixed, base=config)
     if not result.plans:

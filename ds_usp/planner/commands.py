@@ -1,4 +1,5 @@
-"""The commands of the planner: a dataclass each, whose fields are its flags."""
+"""The commands of the planner: a dataclass each, whose fields are its flags; a process makes one
+(``__main__.py``), and :meth:`Command.run` calls its ``result`` once."""
 
 from __future__ import annotations
 
@@ -246,10 +247,6 @@ class PlanCommand(_FusionFlags, ClusterFlags, _SequenceFlags, Command):
 
 
 COMMANDS: Mapping[str, type[Command]] = MappingProxyType(
-    {
-        "memory": MemoryCommand,
-        "max-length": MaxLengthCommand,
-        "plan": PlanCommand,
-    }
+    {"memory": MemoryCommand, "max-length": MaxLengthCommand, "plan": PlanCommand}
 )
 ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({"max-length": ("longest",)})

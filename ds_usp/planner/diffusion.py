@@ -1,4 +1,5 @@
-"""Degrees for the pipelines of diffusers, by the rule, without times and memory."""
+"""Degrees for the pipelines of diffusers, by the rule, without times and memory: what
+``ds-usp plan --engine diffusers`` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_usp.errors import ConfigError
-from ds_usp.planner.arguments import read_json
+from ds_usp.planner.arguments import counted, read_json
 from ds_usp.planner.degree_rule import RULE, rule_degrees
 from ds_usp.planner.emit import diffusers
 from ds_usp.planner.models import built_in
@@ -64,7 +65,8 @@ def diffusion_plan(
     """The degrees of a pipeline whose images all GPUs share, as JSON and as text."""
     heads = heads_of(model)
     ulysses, ring = rule_degrees(gpus, heads, gpus_per_node)
-    why = f"{RULE[1]}, {RULE[2]} ({gpus} GPUs, {heads} heads, {gpus_per_node} GPUs a node)"
+    node = counted(gpus_per_node, "GPU")
+    why = f"{RULE[1]}, {RULE[2]} ({counted(gpus, 'GPU')}, {counted(heads, 'head')}, {node} a node)"
     content = {"model": model, "engine": "diffusers", "gpus": gpus, "ulysses": ulysses}
     content |= {"ring": ring, "why": [why], "lines": diffusers(gpus, ulysses)}
     text = (

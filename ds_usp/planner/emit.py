@@ -1,4 +1,4 @@
-"""A plan as the lines of the program that runs it."""
+"""A plan as the lines of the program that runs it: ``answer.py`` asks, for the recommended plan."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import zero_refusal
+from ds_usp.planner.arguments import counted
 from ds_usp.planner.formulas import LEAST_BUCKET_ELEMENTS, bucket_elements
 from ds_usp.planner.models import ModelShape
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
@@ -242,7 +243,7 @@ def ds_config(work: Workload, config: ParallelConfig) -> Mapping[str, object]:
 
 
 _SCRIPT = """#!/usr/bin/env bash
-# {name} on sequences of {tokens} tokens, {gpus} GPUs: planned by ds-usp plan.
+# {name} on sequences of {tokens} tokens, {gpus}: planned by ds-usp plan.
 # Belongs into examples_deepspeed/sequence_parallel, beside launch.sh.
 # shellcheck disable=SC2034  # launch.sh reads the settings
 {shape}
@@ -279,7 +280,7 @@ def trainer(work: Workload, config: ParallelConfig) -> str:
     return _SCRIPT.format(
         name=model.name,
         tokens=work.seq_len,
-        gpus=config.gpus,
+        gpus=counted(config.gpus, "GPU"),
         shape=_assignments(
             seq_length=work.seq_len,
             model_size=round(model.parameters() / 1e9, 1),
@@ -305,8 +306,9 @@ def trainer(work: Workload, config: ParallelConfig) -> str:
 
 
 def _command(config: ParallelConfig, checkout: str, flags: str) -> str:
+    gpus = counted(config.gpus, "GPU")
     return f"""\
-# {config.gpus} GPUs. Several nodes: NNODES, and RENDEZVOUS="--node-rank N --master-addr HOST"
+# {gpus}. Several nodes: NNODES, and RENDEZVOUS="--node-rank N --master-addr HOST"
 torchrun --nnodes ${{NNODES:-1}} --nproc-per-node $(({config.gpus} / ${{NNODES:-1}})) \\
 ${{RENDEZVOUS:---standalone}} -m megatron_patches.run ${checkout}/pretrain_gpt.py \\
 {flags}"""
@@ -366,7 +368,8 @@ fully_shard(model, mp_policy=policy)"""
         loop = """\
 optimizer = torch.optim.AdamW(model.parameters())
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)"""
-    head = f"# {config.gpus} processes of torchrun; from_pretrained(..., dtype=torch.{dtype})"
+    processes = counted(config.gpus, "process", "es")
+    head = f"# {processes} of torchrun; from_pretrained(..., dtype=torch.{dtype})"
     configured = "" if config.fsdp2 else f"ds_config = {content}\n"
     return f"""\
 {head}
@@ -386,7 +389,7 @@ attach(trainer, mesh)  # a trainer with these args and yours, before trainer.tra
 
 
 _DIFFUSERS = """\
-# {gpus} processes of torchrun; each calls the pipeline with a generator of the same seed
+# {ranks} of torchrun; each calls the pipeline with a generator of the same seed
 {start}
 import ds_usp
 from ds_usp.integrations.diffusers import enable
@@ -397,7 +400,7 @@ enable(pipe, mesh)  # with guidance, under torch.no_grad(): enable(pipe, mesh, c
 
 def diffusers(gpus: int, ulysses: int) -> str:
     """Python beside a pipeline of diffusers whose images all ranks share."""
-    return _DIFFUSERS.format(gpus=gpus, ulysses=ulysses, start=_START)
+    return _DIFFUSERS.format(ranks=counted(gpus, "process", "es"), ulysses=ulysses, start=_START)
 
 
 _EMITTERS: Mapping[str, Callable[[Workload, ParallelConfig], str]] = MappingProxyType(

@@ -2,7 +2,8 @@
 kernels and of exchanges under computation.
 
 Letters: h hidden, f MLP width, q and k widths of the queries and of the keys, s sequence, V
-vocabulary, L layers. A multiplication and an addition are 2 FLOP.
+vocabulary, L layers. A multiplication and an addition are 2 FLOP. ``memory``, ``traffic`` and
+``step_time`` ask for each configuration of a search.
 """
 
 from __future__ import annotations
@@ -137,14 +138,14 @@ def saved_elements(model: ModelShape, config: ParallelConfig) -> tuple[float, fl
 
     Norms of transformers' models save their input in fp32, what they make of it in bf16 and their
     output: ``4 h``, and those of queries and keys as much without the output, which attention
-    saves; with Ulysses their queries are saved once more; chunks are of the MLP alone. Counted on
-    CPUs with Qwen3: 28.6 h a layer on 2 x 1 (formula 28.3), 26.6 on 1 x 2 (26.3), with the MLP in
-    chunks 16.6 (16.3).
+    saves; with Ulysses their queries are saved once more; chunks are of the MLP alone.
 
     Without Megatron's sequence parallelism tp does not shard what the norms save. Of a gated output
     gate and product are saved; of each of a token's experts also its input and its output, as
     transformers' ``grouped_mm`` sorts copies of tokens by expert.
     """
+    # Of eager norms counted on CPUs with Qwen3: 28.6 h a layer on 2 x 1 (formula 28.3), 26.6 on
+    # 1 x 2 (26.3), with the MLP in chunks 16.6 (16.3).
     h, f, q, k = model.hidden, model.mlp_width, model.q_width, model.kv_width
     if config.recompute == "full":
         return (h, 0.0) if config.tp_sequence else (0.0, h)
@@ -400,17 +401,15 @@ LEAST_BUCKET_ELEMENTS = 40_000_000
 
 def bucket_elements(model: ModelShape, tp: int, zero: int) -> int:
     """Elements of a bucket of gradients that is reduced under backward: at least those of two of a
-    layer's largest matrices, under ZeRO-2 also of the embedding.
-
-    Before DeepSpeed reduces a bucket it waits for the one before, which the products that fill a
-    smaller one do not hide. A gradient that is larger than a bucket is reduced where it lies, which
-    ZeRO-2 with ``overlap_comm`` frees too early (``ds_usp/training/deepspeed.py``).
-
-    ZeRO-3 allocates a bucket for good, in fp32 where sequences are sharded (2 GB with DeepSpeed's
-    default), and waits for its reduction whatever its size: it is as small as a link allows.
-    """
+    layer's largest matrices, under ZeRO-2 also of the embedding. ``emit.py`` and the trainer write
+    it into DeepSpeed's configuration; the formulas of time and memory count with it."""
+    # ZeRO-3 allocates a bucket for good, in fp32 where sequences are sharded (2 GB with DeepSpeed's
+    # default), and waits for its reduction whatever its size: it is as small as a link allows.
     if zero == 3:
         return LEAST_BUCKET_ELEMENTS
+    # Before DeepSpeed reduces a bucket it waits for the one before, which the products that fill a
+    # smaller one do not hide. A gradient that is larger than a bucket is reduced where it lies,
+    # which ZeRO-2 with `overlap_comm` frees too early (ds_usp/training/deepspeed.py).
     largest = max(layer_matrices(part).fc1 for part in model.parts) // tp
     table = model.padded_vocab(tp) // tp * model.hidden if zero == 2 else 0
     return max(LEAST_BUCKET_ELEMENTS, 2 * largest, table)

@@ -1,4 +1,5 @@
-"""Clusters: how fast they compute, how much they hold, how their GPUs reach each other."""
+"""Clusters: how fast they compute, how much they hold, how their GPUs reach each other; from
+``clusters.json`` or a user's file, read once a command."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from ds_usp.planner.arguments import (
     Gpus,
     NonNegative,
     Positive,
+    counted,
     read_json,
     violations,
 )
@@ -105,7 +107,7 @@ class Cluster:
         if not self.levels or self.levels[-1].gpus != self.gpus_per_node:
             raise ConfigError(
                 f"cluster {self.name}: the last of its levels must be the node of "
-                f"{self.gpus_per_node} GPUs"
+                f"{counted(self.gpus_per_node, 'GPU')}"
             )
         for level in self.levels:
             for wrong in violations(level):

@@ -1,4 +1,5 @@
-"""The longest sequence that trains for each way to save memory: where the memory formulas end."""
+"""The longest sequence that trains for each way to save memory: where the memory formulas end. For
+``ds-usp max-length``."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ds_usp.errors import ConfigError
+from ds_usp.planner.arguments import counted
 from ds_usp.planner.degree_rule import rule_degrees
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.memory import Memory, memory, with_offload
@@ -180,7 +182,7 @@ def all_configs(
         if not infeasible and (refusal_rule(work, config) is None or "ulysses" in fixed):
             configs.append(config)
     if not configs:
-        raise ConfigError(f"no degrees of {gpus} GPUs are possible: {reason}")
+        raise ConfigError(f"no degrees of {counted(gpus, 'GPU')} are possible: {reason}")
 
     def simplest(config: ParallelConfig) -> tuple[object, ...]:
         rule = rule_degrees(config.sp, model.kv_heads, cluster.gpus_per_node, config.tp)

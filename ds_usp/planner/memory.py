@@ -1,4 +1,5 @@
-"""Peak bytes of one GPU (``max_memory_allocated``), by component."""
+"""Peak bytes of one GPU (``max_memory_allocated``), by component; asked for each configuration of a
+search and each length of ``max-length``."""
 
 from __future__ import annotations
 
@@ -167,14 +168,13 @@ def stage_memory(
     prefetch stay (it reproduces Megatron-Kwai's figure 7); of layers two stay, the current one and
     the one in transfer (``ds_usp.memory.Offload``, counted in ``tests/unit/test_offload.py``).
 
-    The peak is at the loss or in a layer's backward: the logits are freed before a layer's exchange
-    buffers and recomputed activations are allocated, so only the larger of the two counts. Or it is
-    at the step, when activations are freed, gradients are copied, and states are back that wait in
-    host memory else. It is a later step's than the first one, which has no moments of Adam yet.
-
     Args:
         shared: where it is known: :func:`model_wide_bytes`.
     """
+    # The peak is at the loss or in a layer's backward: the logits are freed before a layer's
+    # exchange buffers and recomputed activations are allocated, so only the larger of the two
+    # counts. Or it is at the step, when activations are freed, gradients are copied, and states are
+    # back that wait in host memory else: a later step, as the first has no moments of Adam yet.
     shared = shared or model_wide_bytes(work, config)
     elements = stage_elements(work, config, stage)
     weights, gradients, optimizer = states_bytes(elements, config)
@@ -291,8 +291,8 @@ def logits_bytes(work: Workload, config: ParallelConfig) -> float:
     With the loss in chunks there are no logits, but the gradient of the head: in fp32, the same
     times the gradient of the loss, and that in bf16; the input of the last norm, its output's
     gradient, and this times the gradient of the loss. A chunk's logits are before that, and less.
-    Measured on 2 H100, 65,536 tokens a rank: 6.46 GiB, the formula says 6.39.
     """
+    # In chunks, measured on 2 H100, 65,536 tokens a rank: 6.46 GiB, the formula says 6.39.
     model, tokens = work.model, work.rank_tokens(config)
     table = model.padded_vocab(config.tp) / config.tp
     inputs = tokens * model.hidden * config.param_bytes / (config.tp if config.tp_sequence else 1)
@@ -326,7 +326,8 @@ def offload_needed(
     workspace: float,
     shared: ModelWideBytes | None = None,
 ) -> float:
-    """The smallest offload ratio with which all fits, in closed form; more than 1: none does.
+    """The smallest offload ratio with which all fits into ``budget_bytes`` of a GPU, ``workspace``
+    bytes among them, in closed form; more than 1: none does.
 
     Activations are linear in the ratio, so the worst of the stages decides. What the optimizer's
     step needs no ratio changes.
@@ -352,7 +353,7 @@ def with_offload(
     workspace: float,
     shared: ModelWideBytes | None = None,
 ) -> tuple[ParallelConfig, bool]:
-    """The config with the offload ratio that fits, at least 1 %, and whether there is one."""
+    """The config with the ratio of :func:`offload_needed`, 0 or 1 % to 1, and whether it fits."""
     ratio = offload_needed(work, config, budget_bytes, workspace, shared)
     rounded = max(0.01, math.ceil(ratio * 1000) / 1000) if ratio else 0.0
     return config.replace(offload_ratio=min(1.0, rounded)), ratio <= 1
@@ -386,13 +387,13 @@ def attention_peak(work: Workload, config: ParallelConfig) -> AttentionPeak:
     Letters of comments: h hidden, q and k features of all queries and all keys; a and e those of
     the largest head chunk: of its queries, and of its keys and values; b and f those of the largest
     of the others; of a token on one rank. A call has as many chunks as ``Tuning`` takes by default,
-    on links of a node. Counted on a layer of Megatron, operator by operator, with Ulysses and on
-    one rank (``tests/megatron/test_trainer_peak.py`` at commit 99ef262f); the ring's numbers are
-    fitted to such counts: up to 4 % too high. Where both degrees are above 1 the whole is 7 to 8 %
-    too high in two counts. Where backward exchanges shards again: counted by the allocator on CPUs,
-    attention alone, 2 and 4 Ulysses ranks, 8 and 16 heads in 1 to 4 chunks: 13 % too low to 9 % too
-    high.
+    on links of a node.
     """
+    # Counted on a layer of Megatron, operator by operator, with Ulysses and on one rank
+    # (`tests/megatron/test_trainer_peak.py` at commit 99ef262f); the ring's numbers are fitted to
+    # such counts: up to 4 % too high. Where both degrees are above 1 the whole is 7 to 8 % too high
+    # in two counts. Where backward exchanges shards again: counted by the allocator on CPUs, 2 and
+    # 4 Ulysses ranks, 8 and 16 heads in 1 to 4 chunks: 13 % too low to 9 % too high.
     model, tp = work.model, config.tp
     hidden = input_bytes(work, config) / config.param_bytes
     tokens = work.rank_tokens(config)
@@ -434,12 +435,11 @@ def eager_norm_peak(work: Workload, config: ParallelConfig) -> float:
     """Bytes that live in the backward pass of the norm before attention, operator by operator in
     fp32, of a layer that is recomputed: the last of the layer, with what a checkpoint has not
     released. 0 where norms are fused.
-
-    Listed at the peak of a step of Qwen3 on 2 CPU ranks: seven tensors of hidden features in fp32
-    (the input, its square, the gradients of what is made of them), two in bf16; queries and keys of
-    their norms in fp32 and bf16; attention's output by heads and by tokens; with Ulysses what its
-    first exchange has received.
     """
+    # Listed at the peak of a step of Qwen3 on 2 CPU ranks: seven tensors of hidden features in fp32
+    # (the input, its square, the gradients of what is made of them), two in bf16; queries and keys
+    # of their norms in fp32 and bf16; attention's output by heads and by tokens; with Ulysses what
+    # its first exchange has received.
     model, tokens = work.model, work.rank_tokens(config)
     if not config.eager_norms or model.biases or not model.attention:
         return 0.0

@@ -1,4 +1,5 @@
-"""Models: the facts of their layers that formulas need, built-in or read from files."""
+"""Models: the facts of their layers that formulas need, built-in (``models.json``) or read from
+files, once a command."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The parallel configuration of a training run: what makes one infeasible, what frameworks can run,
-and the degrees into which GPUs can be divided.
-"""
+and the degrees into which GPUs can be divided; for all modules of the planner."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from ds_usp.planner.arguments import (
     Gpus,
     ZeroStage,
     choice,
+    counted,
     violations,
 )
 from ds_usp.planner.hardware import Cluster
@@ -218,7 +218,7 @@ class ParallelConfig:
         split = f"Ulysses {self.ulysses} x ring {self.ring}" if self.sp > 1 else "whole sequences"
         stages = f"pipeline {self.pp}"
         if self.layers_per_virtual_stage:
-            stages += f", virtual stages of {self.layers_per_virtual_stage} layers"
+            stages += f", virtual stages of {counted(self.layers_per_virtual_stage, 'layer')}"
         recompute, offload = f"recompute {self.recompute}", f"offload {self.offload_ratio:.1%}"
         parts = {
             "degrees": split,
@@ -265,8 +265,8 @@ def degree_refusal(work: Workload, config: ParallelConfig) -> Refusal | None:
     if refusal is None and work.seq_len < ranks:
         refusal = Refusal(
             "too few tokens for a rank",
-            f"{work.seq_len} tokens are too few for tp {config.tp} x ulysses {config.ulysses} x "
-            f"ring {config.ring}: at least {ranks}",
+            f"a sequence of {counted(work.seq_len, 'token')} is too short for tp {config.tp} x "
+            f"ulysses {config.ulysses} x ring {config.ring}: at least {ranks}",
         )
     return refusal
 
@@ -285,17 +285,17 @@ def _violations(work: Workload, config: ParallelConfig, gpus: int | None) -> Ite
         yield refusal.message
     model, tp, pp, dp = work.model, config.tp, config.pp, config.dp
     if model.layers % pp:
-        yield f"{model.layers} layers do not divide into pp={pp} stages"
+        yield f"{counted(model.layers, 'layer')} cannot be divided into pp={pp} stages"
     per_stage, chunk = config.layers_per_stage(model), config.chunk_layers(model)
     if chunk < 1 or per_stage % chunk:
         yield (
-            f"{per_stage} layers of a stage ({model.layers} / pp {pp}) do not divide into "
-            f"virtual stages of {chunk}"
+            f"{counted(per_stage, 'layer')} of a stage ({model.layers} / pp {pp}) cannot be "
+            f"divided into virtual stages of {chunk}"
         )
     if gpus is not None and config.gpus != gpus:
         yield (
             f"tp {tp} x ulysses {config.ulysses} x ring {config.ring} x pp {pp} x dp {dp} = "
-            f"{config.gpus} ranks, but there are {gpus} GPUs"
+            f"{counted(config.gpus, 'rank')}, and --gpus is {gpus}"
         )
     yield from memory_violations(work, config)
     if work.global_batch % (dp * config.micro_batch):
@@ -629,8 +629,8 @@ def degrees(gpus: int, fixed: Mapping[str, object]) -> list[tuple[int, ...]]:
     ]
     if not combinations:
         raise ConfigError(
-            f"no configuration of {gpus} GPUs has {fixed_text(fixed)}: degrees multiply to the "
-            "number of GPUs; leave one out"
+            f"no configuration of {counted(gpus, 'GPU')} has {fixed_text(fixed)}: degrees "
+            "multiply to the number of GPUs; leave one out"
         )
     return combinations
 

@@ -1,4 +1,5 @@
-"""How long a rank's schedule takes, and what of it is exposed: a simulation on given seconds.
+"""How long a rank's schedule takes, and what of it is exposed: a simulation on given seconds, for
+``attention_time.py``.
 
 The compute lane is the current stream; each kind of channel has a lane beside it. The rules:
 

@@ -15,7 +15,7 @@ from shutil import get_terminal_size
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from ds_usp.planner.arguments import flag
+from ds_usp.planner.arguments import counted, flag
 from ds_usp.planner.hardware import Cluster, load_cluster
 from ds_usp.planner.max_length import LengthQuestion, MaxLength
 from ds_usp.planner.memory import Memory
@@ -191,7 +191,7 @@ def max_length_text(asked: LengthQuestion, rows: Sequence[MaxLength]) -> Iterato
     yield (
         f"{asked.model.name}, {config.gpus} x {asked.cluster.name} of "
         f"{asked.cluster.budget_bytes / GIB:.1f} GiB, {asked.framework.name}, {config.sharding}: "
-        f"a sequence on {config.gpus // config.dp} GPUs"
+        f"a sequence on {counted(config.gpus // config.dp, 'GPU')}"
         + (f", {config.dp} such" if config.dp > 1 else "")
         + (f", Ulysses {config.ulysses} x ring {config.ring}" if one_mesh else "")
         + ". GiB of a GPU at the longest sequence"

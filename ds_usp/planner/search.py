@@ -1,4 +1,5 @@
-"""Evaluates every parallel configuration: refused with the reason, or ranked by predicted MFU."""
+"""Evaluates every parallel configuration: refused with the reason, or ranked by predicted MFU. Once
+a command, for ``plan`` again with twice the length; once a start for ``--ulysses-degree auto``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from operator import attrgetter
 
 from ds_usp.errors import ConfigError
 from ds_usp.geometry.degrees import divisors, zero_refusal
-from ds_usp.planner.arguments import MOST_SEQUENCES
+from ds_usp.planner.arguments import MOST_SEQUENCES, counted
 from ds_usp.planner.degree_rule import rule_degrees
 from ds_usp.planner.formulas import layer_bytes, stage_elements
 from ds_usp.planner.hardware import Cluster
@@ -157,7 +158,8 @@ def search(
     if collector.unmet and not collector.searched:
         why = ", ".join(rule for rule, _ in collector.unmet.most_common())
         raise ConfigError(
-            f"no configuration of {gpus} GPUs has {fixed_text(fixed, base)}: {why}; leave one out"
+            f"no configuration of {counted(gpus, 'GPU')} has {fixed_text(fixed, base)}: {why}; "
+            "leave one out"
         )
     if not result.plans:
         degree_sets = collector.search_longer(degree_sets, fixed)
@@ -461,8 +463,7 @@ def preference(cluster: Cluster, model: ModelShape, plan: Plan) -> tuple[float, 
     """Return the key that decides among plans within the error of the formulas: the smaller of
     two is taken. No recomputation beyond attention, no offload, fewer settings that trade time for
     length, the lower stage of ZeRO, the fewest GPUs a sequence, the rule's degrees; then what is
-    recomputed, and the time.
-    """
+    recomputed, and the time. :data:`PREFERENCES` has the words of each number."""
     config = plan.config
     shares = config.tp * config.sp * config.pp
     # Without KV heads that could be divided among tensor-parallel ranks the rule is another's.

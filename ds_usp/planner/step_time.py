@@ -1,6 +1,5 @@
 """Seconds of one optimizer step, by component: of a layer, of the exchanges beside it, and of what
-layers do not hide.
-"""
+layers do not hide. ``search.py`` asks for each configuration, ``answer.py`` for two to compare."""
 
 from __future__ import annotations
 
@@ -187,12 +186,12 @@ def tensor_parallel_time(
     product of the first layer's weight gradient, as megatron-core and Megatron-DeepSpeed have it.
 
     With sharded tokens (Megatron's ``--sequence-parallel``) each pair all-gathers before and
-    reduce-scatters after, forward and backward, and backward gathers once more. Four of these six
-    of backward are posted under products, and count as exposed: layers on 2 H200 took 3 to 23 %
-    longer than with all-reduces (``tp_overlap.csv``), by these formulas 7 to 17 % if all are
-    exposed and 1 to 4 % if four are hidden; and published throughputs with sharded tokens are 6 %
-    off in the mean, not 10 %.
+    reduce-scatters after, forward and backward, and backward gathers once more; all are exposed.
     """
+    # Four of these six of backward are posted under products, and count as exposed: layers on 2
+    # H200 took 3 to 23 % longer than with all-reduces (`tp_overlap.csv`), by these formulas 7 to 17
+    # % if all are exposed and 1 to 4 % if four are hidden; and published throughputs with sharded
+    # tokens are 6 % off in the mean, not 10 %.
     if config.tp == 1:
         return HiddenExchange(), HiddenExchange()
     traffic, group = layer_traffic(work, config), group_of(config, "tp")
@@ -301,11 +300,9 @@ def micro_batch_time(cluster: Cluster, work: Workload, config: ParallelConfig) -
 
 
 def head_time(cluster: Cluster, work: Workload, config: ParallelConfig) -> float:
-    """Seconds of the output head for one micro batch, forward and backward.
-
-    A chunked loss takes as long: its additional GEMM costs what fewer passes over the logits save
-    (466.8 ms a step against 466.6, ``step_factors.csv``).
-    """
+    """Seconds of the output head for one micro batch, forward and backward."""
+    # A chunked loss takes as long: its additional GEMM costs what fewer passes over the logits save
+    # (466.8 ms a step against 466.6, `step_factors.csv`).
     tokens = work.rank_tokens(config)
     logits = tokens * work.model.vocab / config.tp
     loss = elementwise_s(cluster, logits * _LOSS_BYTES)
@@ -339,11 +336,9 @@ def step_time(
 
 
 def _offload_s(cluster: Cluster, work: Workload, config: ParallelConfig, layers_s: float) -> float:
-    """Exposed time of copies to host memory and back, both directions at once.
-
-    Hidden copies cost a quarter of what exchanges do (assumed): memory bandwidth, no SMs. Optimizer
-    states that wait there are back before the step, which nothing hides.
-    """
+    """Exposed time of copies to host memory and back, both directions at once. Optimizer states
+    that wait there are back before the step, which nothing hides."""
+    # Hidden copies cost a quarter of what exchanges do (assumed): memory bandwidth, no SMs.
     states_s = 0.0
     if config.states_on_host:
         states_s = states_bytes(stage_elements(work, config, 0), config)[2]

@@ -1,5 +1,6 @@
 """Bytes that a rank sends, for every axis, and how long their exchange takes; attention's bytes are
-those that ledgers count, in the mean over ranks.
+those that ledgers count, in the mean over ranks. ``memory``, ``attention_time`` and ``step_time``
+ask for each configuration of a search.
 
 Letters: x tokens of a micro batch, h hidden, q and k widths of queries and keys, t tp, u ulysses,
 r ring, e bytes of an element.
@@ -17,11 +18,7 @@ from ds_usp.geometry.heads import HeadSplit
 from ds_usp.geometry.layout import TokenLayout
 from ds_usp.geometry.masks import MaskSpec
 from ds_usp.geometry.ring_schedule import ring_schedule
-from ds_usp.planner.formulas import (
-    attention_flop_per_token,
-    chain_traffic,
-    stage_elements,
-)
+from ds_usp.planner.formulas import attention_flop_per_token, chain_traffic, stage_elements
 from ds_usp.planner.hardware import Cluster
 from ds_usp.planner.parallel_config import ParallelConfig, Workload
 
@@ -232,6 +229,7 @@ def exchange_s(
     """Seconds of an exchange in which every rank of every such group sends so much.
 
     Args:
+        pattern: ``DIRECT`` or ``COLLECTIVE``, as of :func:`domain_traffic`.
         messages: number of messages; each costs a latency.
     """
     if group.size == 1 or sent_bytes <= 0:

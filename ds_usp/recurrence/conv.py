@@ -1,4 +1,5 @@
-"""The causal convolution over a sharded sequence: each piece behind the tokens before it."""
+"""The causal convolution over a sharded sequence: each piece behind the tokens before it. Layers
+call it on every rank, in each forward pass."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ class _Shard:
 
     def exchange(self, call: ExchangeCall) -> torch.Tensor:
         """The tokens ``[rows, channels, tokens]`` that the ranks, this one too, send to this one,
-        in their order."""
+        in their order. Collective if ``halo.crosses``, which all ranks agree on."""
         halo, (rows, channels, _) = self.halo, self.tokens.shape
         if not halo.crosses:
             local_cuts = [self._cuts[cut] for needed in halo.sends for cut in needed]

@@ -1,5 +1,5 @@
 """Differentiable exchanges of flat buffers between all ranks of a mesh, in calls that the ranks
-compare in both passes."""
+compare in both passes: of ``scan``, ``conv``, ``kernels`` and sparse layers of transformers."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of a flat buffer; its backward sends the gradients back."""
+    """All-to-all of a flat buffer; its backward, as collective, sends the gradients back."""
 
     @staticmethod
     def forward(
@@ -271,6 +271,7 @@ def _all_to_all(
     sent: tuple[int, ...],
     received: tuple[int, ...],
 ) -> torch.Tensor:
+    """Exchange elements with each rank, and count in the ledger the bytes that leave this one."""
     out = buffer.new_empty(sum(received))
     sent_bytes = (sum(sent) - sent[mesh.rank]) * buffer.element_size()
     others = mesh.other_nodes.get("sp", ())

@@ -1,5 +1,6 @@
-"""The kernels of other libraries: which a layer's function runs; and delta rules by
-flash-linear-attention, all pieces of a rank in one call, each from the state that comes into it.
+"""The kernels of other libraries: which a layer's function runs, as ``recurrences.py`` asks; and
+delta rules by flash-linear-attention, all pieces of a rank in one call, each from the state that
+comes into it.
 
 Read of ``fla-core`` 0.6: its kernels' own context parallelism has a seam for what we need, and we
 put chains of pieces in the place of its contiguous ranks. So layouts, uneven pieces and documents
@@ -226,6 +227,7 @@ class PieceStates:
         return torch.cat([states[begin:end] for begin, end in self._incoming()])
 
     def restored(self, states: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
+        """The states before all pieces again, zeros where none comes in; undoes :meth:`saved`."""
         if states is None:
             return None
         out = states.new_zeros(self.rows * len(self.pieces), *states.shape[1:])

@@ -1,5 +1,6 @@
 """The recurrences of known layers, each by the layer's own kernel, which is passed in; what is
-asked of it stands above each. ``mesh``, ``layout``, ``documents``: as of :func:`affine_scan`."""
+asked of it stands above each. The layers of transformers and Megatron call them in each forward
+pass, on every rank. ``mesh``, ``layout``, ``documents``: as of :func:`affine_scan`."""
 
 from __future__ import annotations
 
@@ -83,14 +84,9 @@ def delta_rule(
 
     recurrence = Recurrence(run, (heads, dk, dv), (heads, dk, dk), matrix=True, piecewise=True)
     out = affine_scan(
-        recurrence,
-        (query, key, value, g, beta),
-        mesh=mesh,
-        layout=layout,
-        documents=documents,
-        dims=(1,) * 5,
-        out_dim=1,
-    )
+        recurrence, (query, key, value, g, beta),
+        mesh=mesh, layout=layout, documents=documents, dims=(1,) * 5, out_dim=1,
+    )  # fmt: skip
     return out.to(value.dtype)
 
 
@@ -431,9 +427,5 @@ def rg_lru(
     return affine_scan(
         Recurrence(run, (width,), (width,), piecewise=True),
         (x, gate, reset.expand(*x.shape[:2], 1)),
-        mesh=mesh,
-        layout=layout,
-        documents=documents,
-        dims=(1,) * 3,
-        out_dim=1,
-    )
+        mesh=mesh, layout=layout, documents=documents, dims=(1,) * 3, out_dim=1,
+    )  # fmt: skip

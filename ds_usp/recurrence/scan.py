@@ -4,7 +4,8 @@ A linear recurrence maps the state before a piece to the state after it, ``S_out
 its outputs are affine in the state before it. Each rank computes (A, B) of its pieces, and what it
 can of their outputs, without a state; the maps go to ranks with later pieces of the same document,
 are folded there, and the outputs are finished with the states that come in. All of it is
-autograd's: the backward exchange carries the gradients of the maps back.
+autograd's: the backward exchange carries the gradients of the maps back. ``recurrences.py`` calls
+it in each forward pass, on every rank.
 """
 
 from __future__ import annotations
@@ -306,6 +307,7 @@ class Transfer:
         return self._by_doubling(local_maps) if self.chains.doubles else self._directly(local_maps)
 
     def _directly(self, local_maps: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
+        """Send each map to the ranks that fold it, in one exchange."""
         maps, rank, compose = local_maps, self.call.mesh.rank, self.recurrence.compose
         for moves in self.chains.rounds_of(rank):  # one, or none
             maps = self._received(moves, local_maps)
@@ -322,6 +324,7 @@ class Transfer:
         return states
 
     def _by_doubling(self, local_maps: dict[Piece, Map]) -> dict[Piece, torch.Tensor]:
+        """Compose over 1, 2, 4, ... pieces, an exchange each, then one of the states themselves."""
         rank = self.call.mesh.rank
         *rounds, last = self.chains.rounds_of(rank)
         for moves in rounds:

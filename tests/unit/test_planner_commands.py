@@ -450,15 +450,15 @@ REFUSED = {
     f"{M} --gpus 6 --tp 4": "--gpus 6 is not a multiple of tp 4",
     f"{M} --tp 3": "tp=3 must divide the 32 query heads",
     f"{M} --tp 16 --ulysses 4": "ulysses=4 needs at least 4 query heads on each tensor-parallel",
-    f"{M} --pp 3": "32 layers do not divide into pp=3 stages",
-    f"{M} --pp 2 --layers-per-virtual-stage 3": "16 layers of a stage (32 / pp 2) do not divide",
+    f"{M} --pp 3": "32 layers cannot be divided into pp=3 stages",
+    f"{M} --pp 2 --layers-per-virtual-stage 3": "16 layers of a stage (32 / pp 2) cannot be",
     f"{M} --layers-per-virtual-stage 2": "virtual stages need a pipeline: pp is 1",
     f"{M} --pp 2 --layers-per-virtual-stage 1 --schedule deepspeed": "has no virtual stages",
     f"{M} --pp 2 --dp 4 --layers-per-virtual-stage 1 --global-batch 4": "multiples of pp=2",
     f"{M} --pp 2 --zero 2": "ZeRO-2 does not go with a pipeline, here of 2 stages",
     f"{M} --dp 3 --global-batch 4": "a global batch of 4 does not divide among dp 3",
-    f"{M} --ring 4 --dp 1 --gpus 8": "= 4 ranks, but there are 8 GPUs",
-    "memory --model 7b --seq-len 512 --ring 1024": "512 tokens are too few for tp 1 x ulysses 1",
+    f"{M} --ring 4 --dp 1 --gpus 8": "= 4 ranks, and --gpus is 8",
+    "memory --model 7b --seq-len 512 --ring 1024": "of 512 tokens is too short for tp 1",
     f"{M} --ulysses 64": "there are 32. Use one of 32 (ring 2), 16",
     f"{LONG} --ulysses 64": "ulysses=64 needs at least 64 query heads",
     f"{LONG} --ulysses 3 --gpus 4": "--gpus 4 is not a multiple of tp 1 x ulysses 3",
@@ -512,6 +512,23 @@ def test_what_cannot_be_is_refused_in_one_line_with_its_numbers(line, says, stat
     printed = planner_commands.run(line)
     assert says in printed and printed.endswith(f"[exit {status}]")
     assert status == 1 or (printed.startswith("error: ") and printed.count("\n") == 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("max-length --model llama3-8b --gpus 1 --cluster h200", "a sequence on 1 GPU, Ulysses"),
+        ("plan --model llama3.2-1b --seq-len 8K --gpus 1 --cluster h200", "# 1 process of"),
+        ("plan --model flux.1-dev --engine diffusers --gpus 1", "(1 GPU, 24 heads, 1 GPU a node)"),
+        (f"{P} --gpus 2 --gpus-per-node 1", "(2 GPUs a sequence, 8 KV heads, 1 GPU a node)"),
+        ("plan --model 7b --seq-len 8K --gpus 1 --dp 2", "no configuration of 1 GPU has dp 2"),
+        ("memory --model 7b --seq-len 1 --ring 2", "a sequence of 1 token is too short"),
+    ],
+)
+def test_one_of_a_thing_is_named_in_the_singular(line, says):
+    printed = planner_commands.run(line)
+    assert says in " ".join(printed.split())
+    assert not re.search(r"(?<![\d.,])1 (GPU|process|token|layer|head|configuration)e?s\b", printed)
 
 
 def test_a_search_called_from_python_has_the_same_bounds():
