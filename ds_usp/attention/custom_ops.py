@@ -1,5 +1,6 @@
-"""``ds_usp::attention``: a torch op that ``torch.compile`` keeps in its graph as it is. It runs the
-code that runs without a compiler, and nothing of it is traced.
+"""``ds_usp::attention``: a torch op that ``torch.compile`` keeps in its graph as it is. While it
+traces, callers ask :func:`traced_attention` for it. The op runs the code that runs without a
+compiler, collective over the mesh, and nothing of it is traced.
 
 Letters of the shapes: b batch, s tokens of this rank, t tokens of this rank's keys, h query heads,
 g key/value heads; d head dim, e that of values and outputs.
@@ -64,25 +65,17 @@ graph_break = disable_in_compile(
 
 
 class OpCall(NamedTuple):
-    """Arguments that the ops of attention take besides tensors.
-
-    Args:
-        options: the arguments of the caller.
-        requires_grad, sinks_require_grad: of q, k or v, and of the sinks, in this grad mode.
-        named: the caller has named the layout.
-        prefix: the fields with which the call signature begins, one in a line.
-    """
+    """Arguments that the ops of attention take besides tensors."""
 
     options: AttentionOptions
-    requires_grad: bool
-    sinks_require_grad: bool
-    named: bool
-    prefix: str
+    requires_grad: bool  # of q, k or v, in this grad mode
+    sinks_require_grad: bool  # likewise
+    named: bool  # the caller has named the layout; else it is compared with the data loader's
+    prefix: str  # the fields with which the call signature begins, one in a line
 
 
 class OpResults(NamedTuple):
-    """The results of ``ds_usp::attention``, which an op returns as one list. Who changes them
-    changes the meta function, and "ops 6" in ``SequenceMesh.name``: torch keeps graphs on disk.
+    """The results of ``ds_usp::attention``, which an op returns as one list.
 
     Args:
         out, lse: ``[b, s, h, e]``, ``[b, h, s]``; the log-sum-exp with ``return_lse``, and without
@@ -90,6 +83,9 @@ class OpResults(NamedTuple):
         chunks: with Ulysses the tensors of :meth:`AttentionPlan.pack_saved`, for a backward pass.
         call_number: ``[]``, on the CPU, where there is a backward pass.
     """
+
+    # Who changes them changes the meta function, and "ops 6" in ``SequenceMesh.name``: torch keeps
+    # graphs on disk.
 
     out: torch.Tensor
     lse: OptionalTensor = None
@@ -108,8 +104,9 @@ class OpResults(NamedTuple):
 
 
 class OpArg(NamedTuple):
-    """One argument of an op after its tensors: the path of attributes from an :class:`OpCall` to
-    the value, the types that it may have; ``auto``: ``"auto"`` is None in the op."""
+    """One argument of an op after its tensors: ``name`` and ``schema`` there, the path of
+    attributes from an :class:`OpCall` to the value, the types that it may have; ``auto``:
+    ``"auto"`` is None in the op."""
 
     name: str
     path: tuple[str, ...]
@@ -135,15 +132,9 @@ _layout = lru_cache(maxsize=1024)(TokenLayout)
 
 
 def flatten(part: type, path: tuple[str, ...] = ()) -> tuple[tuple[OpArg, ...], Callable[..., Any]]:
-    """The plain values of a call or of a part of one, as arguments of an op, and what makes the
-    part of an iterator over such values again (and of the mesh, whose degrees layouts have).
-
-    Args:
-        part: its class; ``path``: the attributes from the call to it.
-
-    Raises:
-        TypeError: a field that is no plain value: every call would break the graph.
-    """
+    """The plain values of a call, or of a ``part`` of one at a ``path`` of attributes, as arguments
+    of an op, and what makes the part of an iterator over such values again (and of the mesh, whose
+    degrees layouts have). TypeError, at import, for a field that is no plain value."""
     if part is SequenceMesh:
         by_name = OpArg("mesh", (*path, "name"), (str,), "str mesh", False)
         return (by_name,), lambda values, _: MESH_REGISTRY.lookup(next(values))
@@ -193,8 +184,8 @@ def op_schema(tensors: str) -> str:
 
 
 def plain_values(call: Any) -> list[Any] | None:
-    """The plain values of a call; None if one is of a wrong type, which is refused outside of
-    graphs. Dynamo traces this."""
+    """The plain values of an :class:`OpCall`; None if one is of a wrong type, which is refused
+    outside of graphs. Dynamo traces this."""
     values = []
     for arg in ATTENTION_ARGS:
         value = call
@@ -229,11 +220,8 @@ def plain_layout(
     layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh, lengths_in_tensor: bool = False
 ) -> PlainLayout | None:
     """The layout of ``x [b, s, h, d]``; None if it is of another mesh, or of documents.
-
-    Args:
-        lengths_in_tensor: the op takes lengths of layouts from ``seq_lens``: 0 here, as
-            torch.compile guards each length that is read.
-    """
+    ``lengths_in_tensor``: the op takes lengths of layouts from ``seq_lens``; 0 here, as
+    torch.compile guards each length that is read."""
     if type(layout) is str:
         return PlainLayout(layout, x.shape[1] * mesh.sp_degree)
     if type(layout) is not TokenLayout or layout.documents:
@@ -256,8 +244,8 @@ def attention_values(
     lengths_in_tensor: bool = False,
 ) -> list[Any] | None:
     """The plain values of a call that torch.compile traces; None, for a graph break, if the call
-    has documents (which differ from batch to batch) or arguments that are refused. Flags and prefix
-    are those of :class:`OpCall` and :func:`plain_layout`."""
+    has documents or arguments that are refused. Flags and prefix are those of :class:`OpCall` and
+    :func:`plain_layout`."""
     mesh, mask, scores = options.mesh, options.mask, options.scores
     if type(mesh) is not SequenceMesh or type(mask) is not MaskSpec:
         return None
@@ -304,10 +292,11 @@ def _attention_call(values: Iterable[Any], sinks: OptionalTensor) -> OpCall:
 def _plan_attention(
     call: OpCall, like: Sequence[torch.Tensor], shapes: Shapes
 ) -> tuple[Signature, AttentionPlan]:
-    """:func:`plan_call` of stand-ins for q, k and v, of these shapes: one element of each one's
-    dtype and device (``like``), expanded. The signature begins with the call's prefix."""
+    """:func:`plan_call` of stand-ins for q, k and v, of these shapes and the dtypes and devices of
+    ``like``, without memory. The signature begins with the call's prefix."""
     with torch.set_grad_enabled(call.requires_grad or call.sinks_require_grad):
         q, k, v = (x.new_empty(()).expand(shape) for x, shape in zip(like, shapes, strict=True))
+        # On q for all three: a plan depends on whether any of them requires a gradient.
         signature, plan = plan_call(q.requires_grad_(call.requires_grad), k, v, call.options)
     return Signature.of(*call.prefix.splitlines(), signature), plan
 
@@ -343,10 +332,10 @@ def attention(
         :class:`OpResults`.
 
     Args:
-        module: the number ``[]`` of the module that calls, on the CPU: as a number it would be one
-            of the graph, and each layer compiled anew.
+        module: the number ``[]`` of the module that calls, on the CPU; None: a plain call.
         seq_lens: ``[2]`` integers on the CPU, the lengths of the layouts of queries and keys, in
             place of those among the values; for a graph that serves any.
+        values: those of ATTENTION_ARGS, in order.
 
     Raises:
         USPError: as :func:`ds_usp.usp_attention`, on every rank, when it runs.
@@ -399,11 +388,8 @@ def _attention(
 
 @attention.register_fake
 def _(*args: Any) -> list[torch.Tensor]:
-    """Meta function of :func:`attention`: empty results of the shapes that the op returns.
-
-    A call that the op will refuse gets a result too: the error is raised when the op runs, on
-    every rank.
-    """
+    """Meta function of :func:`attention`: empty results of the shapes that the op returns, also of
+    a call that it will refuse. Nothing is sent."""
     q, k, v, sinks, _, _, *values = args
     # By name, as symbols: rebuilt, a call would guard all its numbers.
     call_values = _by_name(values)
@@ -461,10 +447,9 @@ def attention_backward(
         where sinks require a gradient, this rank's summand of it ``[h]``.
 
     Args:
-        saved: as :func:`_setup_attention` saves it: without Ulysses q, k, v, out and the
-            log-sum-exp, else each chunk's. Both begin with q. Last the call number.
-        seq_lens: as of :func:`attention`.
-        kv_length, kv_heads: t and g.
+        saved: as of :func:`_setup_attention`: without Ulysses q, k, v, out and the log-sum-exp,
+            else each chunk's, which begin with q too. Last the call number.
+        sinks, seq_lens, values: as of :func:`attention`; ``kv_length``, ``kv_heads``: t and g.
     """
     call = _attention_call(_with_lengths(values, seq_lens), sinks)
     *saved, call_number = saved
@@ -505,8 +490,7 @@ def _qkv_shapes(
 def _exchanged(
     exchange: HeadAllToAll, tensors: Sequence[torch.Tensor], mesh: SequenceMesh
 ) -> list[torch.Tensor]:
-    """Empty tensors of the shapes that these ``[b, s, h, d]`` have after their exchange: all tokens
-    of the ring rank, this rank's heads."""
+    """Empty tensors of the shapes that these ``[b, s, h, d]`` have after an exchange to heads."""
     return [
         x.new_empty(x.shape[0], layout.ring_length(mesh.ring_rank), width, x.shape[3])
         for layout, width, x in zip(exchange.layouts, exchange.local_heads, tensors, strict=True)
@@ -518,7 +502,7 @@ def _exchanged(
 def _fresh_contiguous(
     tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The tensors, contiguous and each in a storage that it shares with no other or input."""
+    """The tensors, contiguous and each in a storage of its own; others are copied."""
     used = {x.untyped_storage().data_ptr() for x in inputs}
     results = []
     for x in tensors:
@@ -530,11 +514,10 @@ def _fresh_contiguous(
 
 
 def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    """Save what :func:`attention_backward` takes as ``saved``.
-
-    Only the output ever has a gradient: ``usp_attention`` detaches the log-sum-exp, and the rest
-    never leaves the op. So gradients are not materialized: each chunk would get zeros of its size.
-    """
+    """Save what :func:`attention_backward` takes as ``saved``."""
+    # Only the output ever has a gradient: traced_attention detaches the log-sum-exp, and the rest
+    # never leaves the op. So gradients are not materialized: each chunk would get zeros of its
+    # size.
     q, k, v, sinks, _, seq_lens, *ctx.values = inputs
     call_values = _by_name(ctx.values)
     ctx.kv_length, ctx.kv_heads = k.shape[1], k.shape[2]
@@ -571,14 +554,13 @@ def traced_attention(
     **caller: Any,
 ) -> tuple[torch.Tensor, OptionalTensor] | None:
     """The output and, with ``return_lse``, the log-sum-exp of :func:`attention` in a graph; None
-    if no op can compute the call.
+    if no op can compute the call, which then breaks the graph.
 
     Args:
-        module, seq_lens: as of :func:`attention`. With ``seq_lens`` the graph serves layouts of
-            other lengths too, but where there is a backward pass with Ulysses, whose chunks' shapes
-            depend on them.
+        module, seq_lens: as of :func:`attention`.
         caller: ``named`` and ``prefix`` of :class:`OpCall`.
     """
+    # In a backward pass with Ulysses the chunks' shapes depend on the lengths: a graph for each.
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad and options.mesh.ulysses_degree > 1:
         seq_lens = None

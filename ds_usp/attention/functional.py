@@ -1,4 +1,5 @@
-"""``usp_attention``, ``usp_joint_attention``: differentiable attention over a mesh of ranks.
+"""``usp_attention``, ``usp_joint_attention``: differentiable attention over a mesh of ranks. All
+calls and backward passes here are collective over it.
 
 Letters of the shapes: b batch, s tokens of this rank, S tokens of its ring rank, t of this rank's
 keys, h query heads, g key/value heads; d head dim, e that of values and outputs.
@@ -85,8 +86,8 @@ class UnifiedAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """q ``[b, s, h, d]``, k ``[b, t, g, d]``, v ``[b, t, g, e]``, sinks ``[h]`` -> the output
         ``[b, s, h, e]`` and, if the plan returns it, the log-sum-exp ``[b, h, s]``. Collective,
-        right after the ranks have compared the call (``check_on_all_ranks``). ``mesh``: the plan's,
-        which refers to it weakly; ``grad_enabled``: the caller's grad mode, off here."""
+        right after ``check_on_all_ranks``. ``mesh``: the plan's, which refers to it weakly;
+        ``grad_enabled``: the caller's grad mode, off here."""
         save = grad_enabled and any(ctx.needs_input_grad)
         run = ForwardPass(plan, sinks, (q, k, v), save=save)
         run.execute(plan.forward)
@@ -129,15 +130,13 @@ class UnifiedAttention(torch.autograd.Function):
 def head_exchange(
     exchange: HeadAllToAll, to_heads: bool, call_number: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Differentiable head exchange; with one Ulysses rank the tensors themselves. Collective over
-    the Ulysses ranks, forward and backward.
+    """Differentiable head exchange of the tensors that ``exchange`` is of; with one Ulysses rank
+    the tensors themselves. Collective over its Ulysses ranks, forward and backward.
 
     Args:
-        exchange: of as many tensors, in their order.
-        to_heads: all heads of this rank's tokens to its heads of all tokens of the ring rank,
-            ``[b, s, h, d]`` -> ``[b, S, heads of this rank, d]``; else back.
-        call_number: ``consistency.number`` of the call it is part of, which the ranks compare in
-            its backward pass.
+        to_heads: ``[b, s, h, d]`` -> all tokens of the ring rank, ``[b, S, heads of this rank,
+            d]``; else back.
+        call_number: ``consistency.number`` of its call, which the ranks compare in backward.
     """
     if exchange.mesh.ulysses_degree == 1:
         return tensors
@@ -153,13 +152,9 @@ def head_exchange(
 
 
 def cast_by_autocast(*tensors: Any, only_mixed: bool = False) -> tuple[Any, ...]:
-    """The tensors as torch's attention takes them: under autocast of their device, floating ones
-    but fp64 in its dtype.
-
-    Args:
-        only_mixed: tensors of one dtype stay as they are: for a local attention that is called, and
-            runs under autocast itself.
-    """
+    """The tensors, under autocast of their device floating ones but fp64 in its dtype; with
+    ``only_mixed`` tensors of one dtype stay as they are: for a local attention that is called, and
+    runs under autocast itself."""
     if not torch._C._is_any_autocast_enabled():  # 0.1 us of each call
         return tensors
     if only_mixed and len({getattr(x, "dtype", None) for x in tensors}) == 1:
@@ -245,36 +240,32 @@ def usp_attention(
 
     Args:
         mesh: the process groups.
-        layout: which tokens each rank holds; ``mesh.layout(kind, seq_len)`` makes one that fits. A
-            kind alone (``"zigzag"``) means as many tokens on every rank:
-            ``mesh.layout(kind, s_local * mesh.sp_degree)``.
+        layout: which tokens each rank holds, made by ``mesh.layout(kind, seq_len)``. A kind alone
+            (``"zigzag"``) means ``s_local`` tokens on every rank.
         mask: who sees whom, in global positions.
         softmax_scale: factor of the scores; None is ``d ** -0.5``.
         dropout_p: must be 0: which weights are dropped would depend on the degrees.
         kernel: ``"auto"`` or the name of a row of ``ds_usp.kernels.registry.KERNELS``.
-        return_lse: also return the log-sum-exp.
         tuning: how the work is divided, where the default is not the fastest.
         scores: soft cap and sinks.
         kv_layout: where the tokens of k and v are, if they are another sequence than q's
-            (cross-attention); each rank then holds its shard of both. The mask must be full.
-        label: compared on all ranks, as ``f"layer {i}, step {n}"``. Equal calls cannot be
-            distinguished otherwise: a rank that skips one takes its next call for the skipped one.
-            Under ``torch.compile`` each label is compiled anew.
+            (cross-attention). The mask must be full.
+        label: compared on all ranks, as ``f"layer {i}, step {n}"``: without one, a rank that skips
+            a call takes its next equal one for it. Under ``torch.compile`` each label is compiled
+            anew.
 
-    Under autocast q, k and v are cast to its dtype, as by torch's ``scaled_dot_product_attention``:
-    all but fp64. Elsewhere they must have one dtype.
-
-    Under ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward
-    are used. Under ``torch.compile`` it is the op ``ds_usp::attention`` of the graph; with
-    documents it breaks the graph.
+    Under autocast q, k and v are cast to its dtype, all but fp64, as by torch's
+    ``scaled_dot_product_attention``. Elsewhere they must have one dtype. Under
+    ``torch.use_deterministic_algorithms(True)`` only kernels with a deterministic backward are
+    used. Under ``torch.compile`` it is the op ``ds_usp::attention``; documents break the graph.
 
     Raises:
         LayoutError, ConfigError, UnsupportedAttentionError: this call cannot be served.
         MeshError: the ranks disagree about the call.
 
-    Every rank raises in all of these cases, before any data is sent. On GPUs a rank whose call
-    differs from the others', after calls on which all agreed, is reported a few calls later or when
-    the backward pass begins (see ``ConsistencyChecker``).
+    Every rank raises, before any data is sent. On GPUs a rank whose call differs, after calls on
+    which all agreed, is reported a few calls later or when the backward pass begins
+    (``ConsistencyChecker``).
 
     Source: USP, arXiv 2405.07719, algorithm 1.
     """
@@ -320,9 +311,9 @@ def _usp_attention(
 def _attend(
     options: AttentionOptions, recomputed: bool, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The output, and the log-sum-exp if it is asked for, of q, k, v and, if the options have any,
-    sinks: the call's, or ``keep_attention``'s stand-in. ``recomputed``: q, k and v will be computed
-    again for backward."""
+    """The output, and the log-sum-exp if it is asked for, of the inputs q, k, v and, if the options
+    have any, sinks: the call's, or ``keep_attention``'s stand-ins, whose q, k and v are
+    ``recomputed`` for backward."""
     q, k, v, *sinks = inputs
     if sinks:
         options = options._replace(scores=replace(options.scores, sinks=sinks[0]))
@@ -367,15 +358,12 @@ def usp_joint_attention(
     tuning: Tuning = AUTO_TUNING,
     scores: Scores = PLAIN_SCORES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`usp_attention` over a sharded sequence and replicated tokens, as one sequence.
+    """:func:`usp_attention` over a sharded sequence and replicated tokens, as one sequence, as in
+    diffusion transformers, where an image is sharded and its text is not. Collective over the mesh.
 
-    As in diffusion transformers, where an image is sharded over the ranks and its text is not. Each
-    rank joins its shard of the joint tokens to its shard of the sequence, so they are computed
-    once, evenly; at the end the joint tokens' outputs are all-gathered. Collective over the mesh.
-
-    Beside the attention of all tokens it costs one all-gather of ``joint_out`` forward and the
-    same bytes backward; and with Ulysses ranks the head exchange is packed run by run and sent by
-    NCCL/gloo P2P.
+    Each rank joins its shard of the joint tokens to its shard of the sequence; at the end the joint
+    tokens' outputs are all-gathered. With Ulysses ranks the head exchange is packed run by run and
+    sent by NCCL/gloo P2P.
 
     Shapes:
         q ``[b, s_local, h, d]``, k ``[b, s_local, h_kv, d]``, v ``[b, s_local, h_kv, e]``, joint_q,
@@ -383,9 +371,9 @@ def usp_joint_attention(
         ``[b, s_local, h, e]`` and joint_out ``[b, joint, h, e]``, the same on every rank.
 
     Gradients of the joint tensors are local to each rank: their sum over the ranks of the mesh is
-    the gradient, as it is for the weights that made them; gradients of joint_out are summed
-    likewise. So the all-reduce that sums the gradients of other weights is right for layers that
-    every rank computes on the joint tokens, too.
+    the gradient, as it is for weights; gradients of joint_out are summed likewise. So the
+    all-reduce of weights' gradients is right for layers that every rank computes on the joint
+    tokens, too.
 
     Args:
         layout: of the sequence without the joint tokens, which are laid out by the same kind.
@@ -401,9 +389,7 @@ def usp_joint_attention(
     q, k, v, joint_q, joint_k, joint_v = cast_by_autocast(q, k, v, joint_q, joint_k, joint_v)
 
     def check() -> tuple[Signature, JointLayout]:
-        """Check the call on this rank; returns its signature, compared on all ranks, and the layout
-        of the joined sequence.
-        """
+        """Check the call on this rank; returns its signature and the joined sequence's layout."""
         joint = _validate((q, k, v), (joint_q, joint_k, joint_v))
         main = token_layout(layout, q, mesh)
         check_layout(q, "queries", mesh, main)
@@ -437,7 +423,7 @@ def usp_joint_attention(
 
 
 def _validate(main: QKV, joint: QKV) -> int:
-    """The number of joint tokens, of all ranks; ConfigError if their tensors do not fit q, k, v."""
+    """The number of joint tokens, all of them; ConfigError if their tensors do not fit q, k, v."""
     if not all(isinstance(x, torch.Tensor) for x in (*main, *joint)):
         names = ", ".join(type(x).__name__ for x in (*main, *joint))
         raise ConfigError(f"q, k, v and the joint q, k, v must be tensors, got {names}")

@@ -1,7 +1,9 @@
 """Ring exchanges of one head chunk: remote KV into two receive buffers, KV gradients to the owners.
 
-Letters of the shapes: B batch, T tokens of this rank's keys and values, N tokens of a block, G
-key/value heads, D head dim of keys, E of values.
+``plan.py`` lists a pass's exchanges once (:func:`kv_transfers`); ``passes.py`` makes the classes
+for each chunk and pass, and posts and waits as its schedule says: every rank of the ring posts all
+exchanges, in one order. Letters of the shapes: B batch, T tokens of this rank's keys and values, N
+tokens of a block, G key/value heads, D head dim of keys, E of values.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ KVGrads = tuple[GradAccumulator, GradAccumulator]
 
 
 class RecvRows(NamedTuple):
-    """Rows ``start : stop`` of a receive buffer; ``offset``: the first one's row in what ``rank``
-    has packed."""
+    """Rows ``start : stop`` of a receive buffer; ``offset``: the first one's row in the staging
+    buffer of ``rank``, a rank of the ring."""
 
     rank: int
     start: int
@@ -45,27 +47,17 @@ class RecvRows(NamedTuple):
 
 
 class KVTransfer(NamedTuple):
-    """One exchange of KV and the one of its gradients, in rows (tokens) of the buffers.
+    """One exchange of KV and the one of its gradients, in rows (tokens) of the buffers."""
 
-    Attributes:
-        step: index of the ring step.
-        num_tokens: of the received block.
-        sends, recvs: of KV; tokens of this rank among them, the last ones, are copied.
-        num_remote_tokens: tokens of the block whose gradients are sent; this rank's own come last.
-        grad_sends, grad_recvs: of gradients.
-        grad_spans: for each of ``grad_recvs``, which tokens of this rank's KV have these gradients.
-        num_grad_tokens: of the receive buffer of gradients.
-    """
-
-    step: int
-    num_tokens: int
+    step: int  # index of the ring step
+    num_tokens: int  # of the received block
     sends: tuple[SendSlice, ...]
-    recvs: tuple[RecvRows, ...]
-    num_remote_tokens: int
+    recvs: tuple[RecvRows, ...]  # the last may be of this rank itself: they are copied
+    num_remote_tokens: int  # the tokens before those: gradients of others, which are sent
     grad_sends: tuple[SendSlice, ...]
     grad_recvs: tuple[RecvRows, ...]
-    grad_spans: tuple[tuple[int, int], ...]
-    num_grad_tokens: int
+    grad_spans: tuple[tuple[int, int], ...]  # of grad_recvs, in tokens of this rank's KV
+    num_grad_tokens: int  # of the receive buffer of gradients
 
 
 def kv_transfers(steps: Sequence[RingStep], rank: int) -> tuple[KVTransfer, ...]:
@@ -124,8 +116,8 @@ class KVExchange:
         self._block = self._buffers[0]  # what the exchange in flight fills
 
     def pack(self, k: torch.Tensor, v: torch.Tensor, runs: Runs) -> torch.Tensor:
-        """Pack keys and values into a staging buffer to send from: the runs of tokens that any rank
-        receives."""
+        """Pack keys and values into a staging buffer ``[T, B, G D + G E]``, once for all posts: the
+        runs of tokens that any rank receives, and nothing else of it is defined."""
         staging = self.channel.acquire_staging((k.shape[1], *self._row), k, k.dtype)
         if k.is_cuda:
             for run in runs:
@@ -138,7 +130,8 @@ class KVExchange:
         return staging.tensor
 
     def post(self, number: int, packed: torch.Tensor, *, overlapped: bool) -> None:
-        """Start an exchange: this rank receives its block, others get their own from ``packed``."""
+        """Start an exchange: this rank receives its block, others get theirs from ``packed``, which
+        :meth:`pack` returned."""
         transfer = self._transfers[number]
         self._block = block = self._buffers[number % 2]
         if len(block) > transfer.num_tokens:
@@ -147,7 +140,8 @@ class KVExchange:
         self.channel.post(packed, transfer.sends, recvs, overlapped=overlapped)
 
     def wait(self) -> KV:
-        """Wait for the exchange in flight; returns the received keys and values."""
+        """Wait for the exchange in flight; returns keys ``[B, N, G, D]`` and values, views that the
+        second post from then on overwrites."""
         self.channel.wait()
         k, v = split_features(self._block, self._shapes, tokens_first=True)
         return k, v
@@ -198,8 +192,9 @@ class KVGradExchange:
         self._staged: StagingBuffer | None = None  # acquired already
 
     def staging_views(self, number: int) -> KV:
-        """The staging buffer of the next exchange, for a kernel to write the gradients of its whole
-        block: this rank's own come last, and stay there until they are summed."""
+        """dk ``[B, N, G, D]`` and dv in the staging buffer of the next exchange, for a kernel to
+        write the gradients of its whole block: this rank's own come last, and stay there until they
+        are summed. :meth:`post` sends this buffer then."""
         self._staged = self._acquire_staging(self._transfers[number].num_tokens)
         dk, dv = self._staged.views(self._shapes, tokens_first=True)
         return dk, dv
@@ -221,7 +216,7 @@ class KVGradExchange:
         else:
             views = staging.views(self._shapes, tokens_first=True)
             for grad, view in zip(grads, views, strict=True):
-                grad.write(view[:, :remote])
+                grad.write(view[:, :remote])  # no copy, where staging_views had a kernel write it
         if remote < transfer.num_tokens:
             for grad, target in zip(grads, self._targets, strict=True):
                 grad.transfer_to(remote, target)
@@ -247,8 +242,8 @@ class KVGradExchange:
 
 
 def _pack_run(staging: torch.Tensor, run: Span, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Pack a run of tokens of both, by one kernel where Triton is installed: its launch costs the
-    host less than two copies with their views."""
+    """Pack the tokens ``run`` (start, stop) of both into the same rows of ``staging``, by one
+    kernel where Triton is installed: its launch costs the host less than two copies with views."""
     plan = _plan_run(run, (k.shape, k.stride()), (v.shape, v.stride()))
     rows = staging if run == (0, staging.shape[0]) else staging[run[0] : run[1]]
     plan.pack(rows, (k, v), (k, v))

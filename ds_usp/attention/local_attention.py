@@ -1,7 +1,9 @@
 """Detection of what a framework's local attention computes, from the module's class and attributes.
 
 Above ring degree 1 the package's kernels replace the local attention, so its mask, scale and
-dropout must be known, and the extra arguments of its calls must not change them.
+dropout must be known, and the extra arguments of its calls must not change them. ``USPAttention``
+asks for them when it is constructed, and checks arguments at each call, on every rank within
+``check_on_all_ranks``. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class LocalAttention:
     Args:
         mask: who sees whom.
         softmax_scale: factor of the scores; None is ``head_dim ** -0.5``.
-        dropout_p: its attention dropout in training; a ring refuses any above 0 there.
+        dropout_p: in training; a ring refuses any above 0 there.
         flat_output: it returns ``h * d`` as one dim.
         true_means_masked: a bool mask passed to it is True for masked pairs (Megatron), not for
             pairs that attend (torch).
@@ -82,8 +84,8 @@ def detect_local_attention(module: Any) -> LocalAttention | None:
 
 
 def read_attributes(module: Any) -> list[object]:
-    """The attributes that decide what a local attention computes; None for those it does not have.
-    Cheap enough for each call: one that changes after the first call counts from then on."""
+    """The values that decide what a local attention computes, to be compared alone: of ``_READ``,
+    None where it has none, and of ``_READ_INSIDE``. Cheap enough for each call."""
     attributes: Mapping[str, Any] = getattr(module, "__dict__", {})
     values = [attributes.get(name) for name in _READ]
     modules = attributes.get("_modules", {})
@@ -139,17 +141,13 @@ def resolve_ring_attention(
 
 
 def _is_causal(mask: MaskSpec) -> bool:
-    """Whether no query sees a later key, as flags of the names ``_CAUSAL`` say."""
+    """Whether no query sees a later key: what flags of the names ``_CAUSAL`` say."""
     return mask.right == 0 and has_only(mask, "left", "right", "documents")
 
 
 def _check_unknown_module(module: torch.nn.Module, mask: MaskSpec, dropout_p: float) -> None:
-    """Check arguments for an unknown module, which a ring never calls, against its attributes.
-
-    Raises:
-        UnsupportedAttentionError: it has parameters, which would have no effect and no gradient.
-        ConfigError: another dropout or causality.
-    """
+    """Check arguments for an unknown module against its attributes: ConfigError for another dropout
+    or causality, UnsupportedAttentionError for parameters, which would have no effect."""
     name = type(module).__name__
     trainable = [parameter for parameter, _ in module.named_parameters()]
     if trainable:
@@ -179,12 +177,8 @@ def check_overrides(
     softmax_scale: float | None,
     dropout_p: float | None,
 ) -> None:
-    """Check that a user's arguments (None: not given) are what a local attention computes, where it
-    was detected, and that they are valid at all.
-
-    Raises:
-        ConfigError: they are not, and the result would depend on the degrees; or documents, which
-            belong to a batch.
+    """ConfigError if a user's arguments (None: not given) are not what a local attention computes,
+    where it was detected, or not valid at all, as a mask with documents, which belong to a batch.
     """
     if mask is not None and not isinstance(mask, MaskSpec):
         raise no_mask_error(mask)
@@ -284,13 +278,11 @@ _DETECTORS: Mapping[tuple[str, str], Callable[[Any], LocalAttention]] = MappingP
 
 
 class FrameworkArgumentChecks:
-    """Refuses every argument that would change the result; accepts those that agree with the
-    ring.
+    """Refuses every argument that would change the result; accepts those that agree with the ring.
 
     Args:
-        attention: what the ring computes; ``readings``: the mesh's, which keep a mask's comparison.
-
-    Attributes:
+        attention: what the ring computes.
+        readings: the mesh's, which keep a dense mask's comparison for the layers of a pass.
         attributes: :func:`read_attributes` when ``attention`` was read: others make it stale.
     """
 
@@ -302,12 +294,9 @@ class FrameworkArgumentChecks:
     def check(
         self, seq_len: int, head_dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Signature:
-        """Check one call's extra arguments; returns their part of the call signature. One given by
-        position is taken for a mask. ``seq_len``: of the whole sequence.
-
-        Raises:
-            UnsupportedAttentionError: an argument that the ring cannot honour.
-        """
+        """Check one call's extra arguments, UnsupportedAttentionError for one that the ring cannot
+        honour; returns their part of the call signature. One given by position is taken for a mask.
+        ``seq_len``: of the whole sequence."""
         scale = self.attention.softmax_scale or head_dim**-0.5
         for index, value in enumerate(args):
             self._check_argument(f"extra argument {index}", "attention_mask", value, seq_len, scale)
@@ -320,14 +309,8 @@ class FrameworkArgumentChecks:
     def _check_argument(
         self, label: str, name: str, value: Any, seq_len: int, scale: float
     ) -> None:
-        """Check one extra argument of a call; None as a value always passes.
-
-        Args:
-            label: the argument in the error message.
-            name: of the parameter: a mask, a causal flag, a scale or ``dropout_p``.
-            seq_len: global length of the sequence.
-            scale: factor of the scores that the ring uses.
-        """
+        """Check one extra argument of a call, ``label`` in messages, by the parameter's ``name``: a
+        mask, a causal flag, a scale or ``dropout_p``. None as a value always passes."""
         attention = self.attention
         if value is None:
             return
@@ -367,8 +350,9 @@ class FrameworkArgumentChecks:
 
     def _rows_agree(self, mask: torch.Tensor, start: int) -> torch.Tensor:
         """Whether rows of a dense mask ``[..., rows, tokens]``, bool or additive, from global
-        position ``start`` on hide exactly what the ring's window and prefix hide. An additive mask
-        must also be 0 where it hides nothing. A bool of no dims, on the mask's device."""
+        position ``start`` on hide exactly what the ring's window and prefix hide: a bool of no
+        dims, on the mask's device."""
+        # An additive mask must also be 0 where it hides nothing.
         rule = self.attention.mask
         allowed = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
         if rule.left is not None:

@@ -1,4 +1,5 @@
-"""Reads from the code of a model's modules how they are computed."""
+"""Reads from the code of a model's modules how they are computed, once where a model is checked:
+``compat/models_on_shards.py`` and ``integrations/transformers/refusals.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The drop-in for ``deepspeed.sequence.layer.DistributedAttention``."""
+"""The drop-in for ``deepspeed.sequence.layer.DistributedAttention``. Constructing a module and
+calling it are collective over its mesh: the ranks compare both before anything is sent."""
 
 from __future__ import annotations
 
@@ -62,21 +63,14 @@ class CallArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class DropInPlan:
-    """The validated plan of one drop-in call.
+    """The validated plan of one drop-in call."""
 
-    Args:
-        batch_second: the tensors are ``[s, b, h, d]``, else ``[b, s, h, d]``.
-        args: what the local attention is called with behind q, k and v.
-        rotary: cos and sin ``[tokens, r]``, of this rank's tokens with ``attention``, else of all.
-        call: the exchanges around a local attention, or what computes it over the mesh.
-        attention: what is computed over the mesh; None where the local attention is called.
-    """
-
-    batch_second: bool
-    args: tuple[Any, ...]
+    batch_second: bool  # the tensors are [s, b, h, d], else [b, s, h, d]
+    args: tuple[Any, ...]  # what the local attention is called with behind q, k and v
+    # Cos and sin [tokens, r], of this rank's tokens with ``attention``, else of all.
     rotary: Rotary | None
-    call: AttentionPlan | ChunkExchanges
-    attention: LocalAttention | None
+    call: AttentionPlan | ChunkExchanges  # over the mesh, or around a local attention's call
+    attention: LocalAttention | None  # what is computed over the mesh; None: it is called
 
 
 def batch_dim_text(dim: object) -> str:
@@ -85,7 +79,7 @@ def batch_dim_text(dim: object) -> str:
 
 
 def hashable_documents(documents: Any) -> object:
-    """Documents as a hashable value; None for what is refused later."""
+    """Documents as a value that ``keep_attention`` compares; None for what is refused later."""
     try:
         return None if documents is None else normalize_documents(documents)
     except ConfigError:
@@ -120,14 +114,14 @@ class USPAttention(torch.nn.Module):
     """Sequence-parallel attention around any local attention (drop-in for DeepSpeed-Ulysses).
 
     Constructor and call are those of ``deepspeed.sequence.layer.DistributedAttention``, and so is
-    the order of tokens: rank ``r`` of the group holds the ``r``-th shard of the sequence, unless
-    ``layout`` is another one. With ``ring_degree`` 1 the local attention runs on all tokens of this
-    rank's heads, and the result is DeepSpeed's bit for bit.
+    the order of tokens, unless ``layout`` is another one: rank ``r`` of the group holds the
+    ``r``-th shard. Without a ring the local attention runs on all tokens of this rank's heads, and
+    the result is DeepSpeed's bit for bit.
 
     **With a ring the local attention is never called.** The package's own kernels compute what it
     would: its mask, scale and dropout are read from it where its class is known, and must be
     arguments otherwise; a compiled graph keeps those with which it was traced. Whatever else it
-    does (hooks, a bias, counters) does not happen. A warning in the log says so once.
+    does (hooks, a bias, counters) does not happen. A warning says so once.
 
     Args:
         local_attention: module called as ``local_attention(q, k, v, *args, **kwargs)``; it may
@@ -140,20 +134,18 @@ class USPAttention(torch.nn.Module):
             for, forward and backward.
         num_kv_heads: if given, checked against the keys.
         ulysses_degree: ranks that exchange heads, the ring takes the rest; None: all ranks.
-        mesh: instead of a group and a degree, a mesh that exists. Without one, modules with the
-            same group and degree share a mesh.
-        layout: which tokens the shards hold: a kind of token layout, every rank with equally
-            many tokens, or a :class:`TokenLayout`, which also has the length of one that does
-            not divide. None is ``contiguous``, DeepSpeed's order, in which a causal ring waits for
-            its last rank; batches that ``SequenceParallelDataLoader`` gave in another one are
-            refused then. ``layout="zigzag"`` balances it, if tokens, labels and positions are
-            sharded by it: ``attn.mesh.layout("zigzag", seq_len).shard(x, dim, attn.mesh.rank)``.
+        mesh: instead of a group and a degree. Without one, modules of one group and degree share a
+            mesh.
+        layout: which tokens the shards hold: a kind, every rank with equally many, or a
+            :class:`TokenLayout`. None is ``contiguous``, DeepSpeed's order, in which a causal ring
+            waits for its last rank; batches that ``SequenceParallelDataLoader`` gave in another one
+            are refused then. ``"zigzag"`` balances it, if tokens, labels and positions are sharded
+            by it: ``attn.mesh.layout("zigzag", seq_len).shard(x, dim, attn.mesh.rank)``.
         mask, softmax_scale, dropout_p: what the local attention computes, where the ring cannot
             read it; ``softmax_scale`` None is ``head_dim ** -0.5``. Where it can, they must agree.
-        kernel: name of the ring's kernel.
+        kernel: name of the ring's kernel; ``tuning``: how its work is divided.
         order: which axis of the mesh has its ranks next to each other; None: that of ``mesh``, or
             ``ulysses-ring``.
-        tuning: how the ring's work is divided, where the default is not the fastest.
 
     Raises:
         ConfigError, LayoutError, MeshError, UnsupportedAttentionError: what is not supported, at
@@ -245,9 +237,8 @@ class USPAttention(torch.nn.Module):
             ``batch_dim_idx`` 0, or ``[s_local, b, ...]`` with 1 -> the same order of dims, 4-D or
             3-D (``h * d``) as the local attention returns.
 
-        Under autocast query, key and value are cast to its dtype, as by torch's attention, before
-        they are exchanged. They are not where they have one dtype and the local attention is
-        called: it runs under autocast itself.
+        Under autocast query, key and value are cast to its dtype before they are exchanged, except
+        where they have one dtype and the local attention is called: it runs under autocast itself.
 
         Args:
             batch_dim_idx: dim of the batch; it may be left out where ``gather_idx`` was given. A
@@ -256,8 +247,8 @@ class USPAttention(torch.nn.Module):
             rotary_pos_emb: cos and sin ``[tokens, 1, 1, rot_dim]`` of the whole sequence.
             documents: borders of packed documents, as of ``MaskSpec``. The package's kernels
                 compute attention then, with and without a ring.
-            args, kwargs: passed to the local attention. With a ring they are checked against what
-                the ring computes.
+            args, kwargs: passed to the local attention; with a ring checked against what it
+                computes.
         """
         arguments = CallArguments(batch_dim_idx, rotary_pos_emb, documents, args, kwargs)
         if torch.compiler.is_compiling():
@@ -322,8 +313,9 @@ class USPAttention(torch.nn.Module):
         return cast_by_autocast(q, k, v, only_mixed=called)
 
     def _computed(self, arguments: CallArguments) -> dict[str, object]:
-        """Return all that decides what a call computes, each setting too, which ``keep_attention``
-        compares in both runs. The second one may have made the module anew."""
+        """Return all that decides what a call computes, which ``keep_attention`` compares in both
+        runs; the second one may have made the module anew."""
+        # A new option of the module that changes results belongs here.
         dim = arguments.batch_dim_idx if isinstance(arguments.batch_dim_idx, int) else None
         names = "_overrides", "_layout", "_names_layout", "_batch_dim_required"
         settings = {
@@ -372,8 +364,9 @@ class USPAttention(torch.nn.Module):
     def _plan(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: CallArguments
     ) -> tuple[Signature, DropInPlan]:
-        """Check a call on this rank and plan it; nothing is sent. Where attributes of the local
-        attention have changed, reads it again first."""
+        """Check a call on this rank and plan it; nothing is sent. Reads the local attention again
+        where its attributes have changed."""
+        # _forward_traced writes the signature's beginning too, for ranks that run a graph.
         batch_dim_idx, rotary, documents, args, kwargs = arguments
         if batch_dim_idx is None and self._batch_dim_required:
             raise ConfigError(
@@ -439,13 +432,15 @@ class USPAttention(torch.nn.Module):
         return FrameworkArgumentChecks(self._resolve_local_attention(), mesh.readings, attributes)
 
     def _with_documents(self, documents: Any) -> FrameworkArgumentChecks:
-        """The ring's attention with these documents in its mask."""
+        """The ring's attention with these documents in its mask, for one call, at any degree."""
         checks = self._framework
         attention = checks.attention if checks else self._resolve_local_attention()
         mask = replace(attention.mask, documents=documents)
         return FrameworkArgumentChecks(replace(attention, mask=mask), self.mesh.readings)
 
     def _options(self, attention: LocalAttention, device: torch.device) -> AttentionOptions:
+        """The options with which ``attention`` is computed over the mesh. Keys are in the layout of
+        the queries, or in one of the same kind and their own length."""
         training = getattr(self.local_attn, "training", self.training)
         return AttentionOptions(
             self.mesh,
@@ -468,9 +463,9 @@ class USPAttention(torch.nn.Module):
         rotary: Rotary | None,
         arguments: CallArguments,
     ) -> tuple[torch.Tensor, bool]:
-        """Call the local attention without a ring, as DeepSpeed does between two exchanges, of all
-        tokens of this rank's heads. Returns the output ``[b, s, h, e]``, and whether ``h * e`` was
-        one dim of it."""
+        """Call the local attention between two exchanges, of all tokens of this rank's heads; of
+        ``arguments`` args and kwargs are used. Returns the output ``[b, s, h, e]``, and whether
+        ``h * e`` was one dim of it."""
         if rotary is not None:
             q, k = apply_rotary((q, k), *rotary, token_dim=1)
         heads, want = q.shape[2], q.shape[:3]

@@ -1,13 +1,10 @@
 """Execution of an attention call's schedule: one loop over instructions, forward and backward.
 
-What is posted, computed and waited for in which order is decided in
+``functional.py`` and ``custom_ops.py`` run one pass a call, and one in its backward pass, on every
+rank and without autograd, right after its comparison among the ranks. The order is decided in
 ``ds_usp.geometry.pipeline_schedule``; each instruction is one method of a pass, which takes the
-chunk's state and the instruction. Kernels and packing run on the current stream; copy engines or
-NCCL run beside it. No layout, mask or kernel library is known by name.
-
-Forward is an online softmax over KV blocks as in Ring Attention (arXiv 2310.01889). Backward starts
-from the final log-sum-exp, which makes every KV block independent (FlashAttention-2, arXiv
-2307.08691).
+chunk's state and the instruction: posts communicate, and every rank makes them all in one order.
+Kernels and packing run on the current stream; copy engines or NCCL run beside it.
 
 Letters of the shapes: b batch, s tokens of this rank, S tokens of its ring rank, t and T those of
 keys, h query heads, g key/value heads, of all ranks (in the arguments) or of one chunk on one rank;
@@ -36,47 +33,37 @@ from ds_usp.kernels.sinks import apply_sinks, sink_gradient
 
 Handler = Callable[[Any, Any, Instr], None]
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-NO_KV: KV = (torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
-DONE = PendingExchange(tuple)
+NO_KV: KV = (torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))  # not there yet, or freed
+DONE = PendingExchange(tuple)  # nothing in flight
 
 
 class ChunkState:
-    """State of one head chunk in a pass.
-
-    Attributes:
-        exchanges, ring, steps, transfers: of the plan, in this pass.
-        pending: its all-to-all in flight, later its return.
-        channels: of its ring exchanges, which may be in flight.
-        step: number of the ring step that is computed.
-        kv: keys and values of that step.
-        local_kv, received_kv: keys and values of this rank, and those received from others.
-        packed: what other ranks receive of the local KV.
-        kv_exchange: None until the first KV exchange is posted, and after the last kernel call.
-    """
+    """State of one head chunk in a pass, beside what the plan says of it."""
 
     def __init__(self, plan: AttentionPlan, index: int, *, backward: bool = False) -> None:
         ring, self.index = plan.ring_calls[index], index
         self.exchanges, self.ring = plan.chunks[index], ring
         self.steps = ring.schedule.backward_steps if backward else ring.schedule.steps
         self.transfers = ring.backward_transfers if backward else ring.forward_transfers
-        self.channels: list[Channel] = []
+        self.channels: list[Channel] = []  # of its ring exchanges; drained after an error
 
-    pending: PendingExchange = DONE
-    step: int = -1
-    kv: KV = NO_KV
-    local_kv: KV = NO_KV
-    received_kv: KV = NO_KV
-    packed: torch.Tensor = NO_KV[0]
-    kv_exchange: KVExchange | None = None
+    pending: PendingExchange = DONE  # its all-to-all in flight, later its return
+    step: int = -1  # index of the ring step that is computed; -1 before the first
+    kv: KV = NO_KV  # keys and values of that step: one of the next two
+    local_kv: KV = NO_KV  # this rank's, all tokens of the chunk's heads
+    received_kv: KV = NO_KV  # the block of the last KV_WAIT
+    packed: torch.Tensor = NO_KV[0]  # the staging buffer with the local KV that ranks receive
+    kv_exchange: KVExchange | None = None  # from the first KV_POST to the last kernel call
 
     def free_kv(self) -> None:
-        """Drop keys and values, and the receive buffers."""
+        """Drop keys and values, and the receive buffers: after the last kernel call."""
         self.kv_exchange = None
         self.kv = self.local_kv = self.received_kv = NO_KV
         self.packed = NO_KV[0]
 
     def open_kv(self) -> KVExchange:
-        """Pack the local keys and values, and allocate receive buffers: before the first post."""
+        """Pack the local keys and values, and allocate receive buffers: for the first post, which
+        comes before any wait."""
         ring, (k, v) = self.ring, self.local_kv
         channel = self.open_channel("ring_kv")
         self.kv_exchange = exchange = KVExchange(channel, self.transfers, k, v)
@@ -92,6 +79,10 @@ class ChunkState:
 ChunkT = TypeVar("ChunkT", bound=ChunkState)
 
 
+# Forward is an online softmax over KV blocks as in Ring Attention (arXiv 2310.01889). Backward
+# starts from the final log-sum-exp, which makes every KV block independent (FlashAttention-2, arXiv
+# 2307.08691).
+#
 # Which exchange is under which kernel, and why backward takes the last chunk first, is decided and
 # explained in geometry/pipeline_schedule.py. No wait here waits on the CPU of a GPU's rank: it
 # makes the current stream wait. The CPU runs ahead, so the order of the schedule is the order on
@@ -127,13 +118,14 @@ ChunkT = TypeVar("ChunkT", bound=ChunkState)
 
 
 class Pass(Generic[ChunkT]):
-    """The common part of both passes: the loop, and the exchanges of keys and values.
+    """The common part of both passes: the loop, and the exchanges of keys and values. One serves
+    one call.
 
     Args:
         chunks: their states.
         sinks: of all query heads ``[h]``, if there are any.
         device: of the call's tensors.
-        exposed: posts that overlap nothing.
+        exposed: posts that overlap nothing: copy engines then pull in the current stream.
 
     Attributes:
         handlers: the method of each operation, which :meth:`execute` calls with the instruction's
@@ -152,14 +144,14 @@ class Pass(Generic[ChunkT]):
         exposed: AbstractSet[Instr],
     ) -> None:
         if plan.staging_bytes:
-            plan.reserve_staging(device)
+            plan.reserve_staging(device)  # collective, where buffers must grow
         # Before any allocation: one that fails leaves an aborted pass, which is declared to all.
         plan.mesh.consistency.in_pass = True
         self.plan, self.sinks = plan, sinks
         self._chunks, self._exposed = chunks, exposed
 
     def execute(self, schedule: Schedule) -> None:
-        """Run the pass's schedule, once; at an error wait for what is in flight, or the next call
+        """Run the pass's schedule; at an error wait for what is in flight, or the next call
         receives it."""
         handlers, chunks = self.handlers, self._chunks
         consistency, instr = self.plan.mesh.consistency, schedule[0]
@@ -169,6 +161,7 @@ class Pass(Generic[ChunkT]):
                 handlers[instr.op](self, chunks[instr.chunk], instr)
         except BaseException:
             before = schedule[: schedule.index(instr)]
+            # Ranks go on only where all have posted as many exchanges when they left this pass.
             consistency.abort_pass(sum(x.op.is_post for x in before))
             with ExitStack() as stack:  # all of it, whatever fails
                 for state in chunks:
@@ -179,7 +172,8 @@ class Pass(Generic[ChunkT]):
         consistency.in_pass = False
 
     def begin_step(self, chunk: ChunkT, index: int) -> None:
-        """Select the keys and values of a ring step, before its first kernel call."""
+        """Select the keys and values of a ring step, before its first kernel call; backward also
+        without one, at its post."""
         chunk.step = index
         chunk.kv = chunk.local_kv if chunk.steps[index].is_local else chunk.received_kv
 
@@ -194,7 +188,7 @@ class Pass(Generic[ChunkT]):
         chunk.received_kv = (chunk.kv_exchange or chunk.open_kv()).wait()
 
     def wait_return(self, chunk: ChunkT, instr: Instr) -> None:
-        """Wait until the chunk's results are where their tokens are, and drop what was sent."""
+        """Wait until the chunk's results are with their tokens, and drop what was sent."""
         chunk.pending.wait()
         chunk.pending = DONE
 
@@ -210,8 +204,8 @@ KV_HANDLERS: Mapping[Op, Handler] = MappingProxyType(
 
 
 class ForwardChunk(ChunkState):
-    """State of a chunk forward; ``result``: the output and the log-sum-exp, when all kernel calls
-    are done."""
+    """State of a chunk forward; ``result``: the output ``[b, S, h, e]`` and the log-sum-exp
+    ``[b, h, S]``, when all kernel calls are done."""
 
     q: torch.Tensor
     accumulator: OutputAccumulator
@@ -246,7 +240,7 @@ class ForwardPass(Pass[ForwardChunk]):
         self._group_kv: KV = NO_KV  # of the last chunk that has exchanged any
         self.saved: list[SavedChunk] = []
         self.lse: torch.Tensor | None = None
-        if not plan.single_shot:
+        if not plan.single_shot:  # else store() takes the kernel's tensors
             self.out = q.new_empty(*q.shape[:3], v.shape[3])
             if plan.return_lse:
                 dtype = torch.promote_types(q.dtype, torch.float32)
@@ -297,24 +291,24 @@ class ForwardPass(Pass[ForwardChunk]):
         if self.sinks is not None:
             result = apply_sinks(*result, self.sinks[chunk.exchanges.q_heads])
         if chunk.index + 1 == len(self.plan.chunks) or self.plan.chunks[chunk.index + 1].has_kv:
-            self._group_kv = NO_KV
+            self._group_kv = NO_KV  # no later chunk of the KV group
         if self._save:
             self.saved.append(SavedChunk(chunk.q, k, v, *result))
         chunk.result = result
         del chunk.q, chunk.accumulator
 
     def post_return(self, chunk: ForwardChunk, instr: Instr) -> None:
-        """Start the all-to-all that brings the output back to where its tokens are."""
+        """Start the all-to-all that brings the output back to its tokens."""
         sources = chunk.result[:1]
         overlapped = instr not in self._exposed
         chunk.pending = chunk.exchanges.out.post_to_sequence(
             sources, (self.out,), overlapped=overlapped
         )
-        if not self.plan.return_lse:
+        if not self.plan.return_lse:  # else post_lse() follows
             del chunk.result
 
     def post_lse(self, chunk: ForwardChunk, instr: Instr) -> None:
-        """Start the all-to-all that brings the log-sum-exp back to where its tokens are."""
+        """Start the all-to-all that brings the log-sum-exp back to its tokens."""
         _out, lse = chunk.result
         lse = lse.transpose(1, 2).unsqueeze(-1)
         chunk.pending = chunk.exchanges.out.post_to_sequence((lse,), (self._lse_out,))
@@ -345,20 +339,14 @@ class ForwardPass(Pass[ForwardChunk]):
 
 
 class BackwardChunk(ChunkState):
-    """State of a chunk backward.
-
-    Attributes:
-        dkv: gradients of the local KV.
-        step_grads: where gradients of the ring step are summed.
-        staging: the send buffer of the return, where a kernel writes its gradients into it.
-    """
+    """State of a chunk backward."""
 
     saved: SavedChunk
-    dout: torch.Tensor
+    dout: torch.Tensor  # [b, S, h, e], of the chunk's heads
     dq: GradAccumulator
-    dkv: KVGrads
-    step_grads: tuple[GradAccumulator, ...] = ()
-    staging: PreallocatedSend | None = None
+    dkv: KVGrads  # of the local KV, which chunks of a KV group share
+    step_grads: tuple[GradAccumulator, ...] = ()  # dq, dk and dv of the ring step
+    staging: PreallocatedSend | None = None  # of the return, if a kernel writes its gradients there
     grad_exchange: KVGradExchange | None = None
 
     def open_grads(self) -> KVGradExchange:
@@ -376,7 +364,7 @@ class BackwardPass(Pass[BackwardChunk]):
     Args:
         dout: ``[b, s, h, e]``.
         shapes: of q, k and v, before the head exchange.
-        saved: from :meth:`AttentionPlan.pack_saved`, in either order.
+        saved: from :meth:`AttentionPlan.pack_saved`: shards if ``plan.saves_shards``, or chunks.
 
     Attributes:
         grads: ``dq [b, s, h, d]``, ``dk [b, t, g, d]``, ``dv [b, t, g, e]``.
@@ -420,7 +408,7 @@ class BackwardPass(Pass[BackwardChunk]):
         overlapped = instr not in self._exposed
         exchange, tensors = chunk.exchanges.out, [self._dout]
         if self.plan.saves_shards:
-            exchange = chunk.exchanges.shards
+            exchange = chunk.exchanges.shards  # of q or of q, k and v; of out and dout
             qkv = self._shards[: len(exchange.ranges) - 2]
             tensors = [*qkv, self._out, self._dout]
         chunk.pending = exchange.post_to_heads(tensors, overlapped=overlapped)
@@ -491,6 +479,10 @@ class BackwardPass(Pass[BackwardChunk]):
     def _grad_buffers(self, chunk: BackwardChunk) -> GradBuffers | None:
         """Return the buffers for a step's first kernel call: what :meth:`post_dkv` sends, acquired
         here, if that has all KV tokens of the step. None, or None for dq: the kernel allocates."""
+        # A copy engine's next slot depends on the posts before it alone (CopyEngine.acquire_slot),
+        # and ring_dkv has none between a step's first call and its post_dkv: whether a rank takes
+        # the slot here or there, all have the same. The sum of gradients that lie in it is no copy
+        # (GradAccumulator.write): post_dkv only adds those of the step's later calls.
         step = chunk.steps[chunk.step]
         if step.is_local:
             if chunk.staging is None:
@@ -517,7 +509,7 @@ class BackwardPass(Pass[BackwardChunk]):
 
     def wait_dkv(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Wait for others' dk and dv of this rank's tokens, and add them to its own."""
-        (chunk.grad_exchange or chunk.open_grads()).wait()
+        (chunk.grad_exchange or chunk.open_grads()).wait()  # open: the post came before
 
     def end(self, chunk: BackwardChunk, instr: Instr) -> None:
         """Free what the chunk's kernel calls have read; compute the gradient of its sinks."""
@@ -525,13 +517,14 @@ class BackwardPass(Pass[BackwardChunk]):
             (_q, _k, _v, out, lse), heads = chunk.saved, chunk.exchanges.q_heads
             self.dsinks[heads] = sink_gradient(chunk.dout, out, lse, self.sinks[heads])
         chunk.free_kv()
-        if chunk.exchanges.has_kv:
+        if chunk.exchanges.has_kv:  # the first chunk of its KV group, which comes last here
             self._group_kv = NO_KV
         chunk.step_grads = ()
         del chunk.dout, chunk.saved
 
     def _take_grads(self, chunk: BackwardChunk) -> tuple[GradAccumulator, ...]:
-        """Return the gradients of a chunk, which are complete; the pass keeps them no longer."""
+        """Return dq, dk and dv of a chunk, and keep them no longer. dk and dv are complete with the
+        first chunk of the KV group, which comes last and has ``has_kv``."""
         if chunk.exchanges.has_kv:
             del self._dkv[chunk.index]
         dkv = chunk.dkv
@@ -539,7 +532,7 @@ class BackwardPass(Pass[BackwardChunk]):
         return chunk.dq, *dkv
 
     def post_return(self, chunk: BackwardChunk, instr: Instr) -> None:
-        """Start the all-to-all that brings dq, dk and dv back to where their tokens are."""
+        """Start the all-to-all that brings dq, dk and dv back to their tokens."""
         exchange, sources = chunk.exchanges.qkv, self._take_grads(chunk)
         count = len(exchange.ranges)  # without dk and dv, if the group has more chunks
         overlapped = instr not in self._exposed
@@ -556,7 +549,7 @@ class BackwardPass(Pass[BackwardChunk]):
             dq, dk, dv = sources
             self._grads = dq.result(), dk.result(), dv.result()
         else:
-            chunk.exchanges.qkv.to_sequence(sources, self.grads)
+            chunk.exchanges.qkv.to_sequence(sources, self.grads)  # each chunk has whole KV groups
         chunk.grad_exchange = None
         del chunk.dq
 

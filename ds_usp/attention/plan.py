@@ -1,5 +1,6 @@
 """Planning of one attention call: its arguments are checked, and become data: the signature that
-all ranks compare, the head chunks and the two schedules. The mesh caches plans."""
+all ranks compare, the head chunks and the two schedules. Each rank plans for itself, within
+``check_on_all_ranks``: nothing is sent. The mesh caches plans."""
 
 from __future__ import annotations
 
@@ -65,6 +66,7 @@ _DETERMINISTIC_ERROR = 2  # torch's mode that refuses nondeterministic kernels; 
 class AttentionOptions(NamedTuple):
     """One call of attention without q, k and v; see :func:`ds_usp.usp_attention`."""
 
+    # A new field that a plan depends on goes into ``key`` too, which counts fields by position.
     mesh: SequenceMesh
     layout: TokenLayout | str
     mask: MaskSpec
@@ -79,8 +81,8 @@ class AttentionOptions(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """All of it but mesh, label and the values of the sinks: calls with equal keys, and
-        tensors of equal form, share a plan. An argument of a wrong type may not be hashable."""
+        """All of it but mesh, label and the values of the sinks, for :func:`plan_call`. An argument
+        of a wrong type may not be hashable."""
         scores: object = self.scores
         if scores is not PLAIN_SCORES and isinstance(scores, Scores):
             scores = scores.plan_key
@@ -90,8 +92,8 @@ class AttentionOptions(NamedTuple):
 @dataclass(frozen=True)
 class RingCall:
     """Ring attention of one head chunk on this rank, without its tensors: the ``schedule`` of its
-    steps, their ``kernel``, the ``scale`` of the scores, ``use_copy_engines`` for keys and values.
-    ``mesh`` is a weak proxy, as the mesh caches plans."""
+    steps, their ``kernel``, the ``scale`` of the scores, ``use_copy_engines`` for keys, values and
+    their gradients. ``mesh`` is a weak proxy, as the mesh caches plans."""
 
     mesh: SequenceMesh
     schedule: RingSchedule
@@ -105,12 +107,12 @@ class RingCall:
 
     @cached_property
     def backward_transfers(self) -> tuple[KVTransfer, ...]:
-        """The KV exchanges of the backward pass, and those of their gradients."""
+        """The KV exchanges of the backward pass, with those of their gradients."""
         return kv_transfers(self.schedule.backward_steps, self.schedule.ring_rank)
 
     def writes_block_in_place(self, step: RingStep) -> bool:
-        """Whether a step's first backward kernel call can write the KV gradients of all tokens of
-        the step into a send buffer, which :func:`_staging_bytes` makes as large."""
+        """Whether a step's first backward kernel call writes the KV gradients of all its tokens
+        into a send buffer, which :func:`_staging_bytes` makes as large."""
         if not self.kernel.caps.writes_grads_in_place or not step.calls:
             return False
         call = step.calls[0]
@@ -118,8 +120,8 @@ class RingCall:
 
 
 def stages_return(ring: RingCall, dtype: torch.dtype) -> bool:
-    """Whether backward is one kernel call that can write its gradients into the send buffer, in the
-    dtype of the tensors. With a ring they are summed with those of other ranks first."""
+    """Whether a chunk's backward is one kernel call that can write its gradients into the return's
+    send buffer, of this dtype. With a ring they are summed with those of other ranks first."""
     caps, schedule = ring.kernel.caps, ring.schedule
     if not caps.writes_grads_in_place or schedule.ring_degree > 1:
         return False
@@ -130,7 +132,7 @@ def stages_return(ring: RingCall, dtype: torch.dtype) -> bool:
 class SavedChunk(NamedTuple):
     """Tensors of one chunk saved for backward: q ``[b, S, h, d]``, k ``[b, T, g, d]``,
     v ``[b, T, g, e]``, out ``[b, S, h, e]``, lse ``[b, h, S]``: S queries and T keys of the ring
-    rank, the h and g heads that this rank computes in the chunk."""
+    rank, the chunk's heads of this rank."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -148,7 +150,7 @@ class AttentionPlan:
         forward, backward: the schedules of this rank; backward is empty without gradients.
         saves_shards: backward starts from shards of q, k, v and the output, and exchanges them.
         return_lse: the caller asks for the log-sum-exp too.
-        staging_bytes: of one staging slot, by kind of exchange (:func:`_staging_bytes`).
+        staging_bytes: as of :func:`_staging_bytes`.
     """
 
     chunks: tuple[ChunkExchanges, ...]
@@ -171,8 +173,8 @@ class AttentionPlan:
         backward: bool,
         saves_shards: bool,
     ) -> AttentionPlan:
-        """Write the schedules of a plan, for q, k and v of this dtype; ``backward``: there may be a
-        backward pass."""
+        """Write the schedules of a plan, for q, k and v of this dtype; the backward one only with
+        ``backward``."""
         ulysses = ring_calls[0].mesh.ulysses_degree > 1
         write = partial(pipeline_schedule, [ring.schedule for ring in ring_calls], ulysses=ulysses)
         forward_schedule = write(backward=False, return_lse=return_lse)
@@ -208,7 +210,7 @@ class AttentionPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of both passes' exchanges, in the order in which every rank posts them."""
+        """A hash of both passes' posts, which all ranks must make in one order."""
         text = f"{exchange_order(self.forward)} | {exchange_order(self.backward)}"
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -226,9 +228,9 @@ class AttentionPlan:
         self, saved: Sequence[SavedChunk], shards: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return what is saved for backward: the shards of q, k, v and the output, and each chunk's
-        log-sum-exp; or the tensors of all chunks one after the other, of which those that share
-        keys and values have them once. :class:`BackwardPass` takes either; ``custom_ops.py`` keeps
-        the second order too, in the op's meta function."""
+        log-sum-exp; or the tensors of all chunks one after the other, k and v with the first that
+        uses them. :class:`BackwardPass` takes either."""
+        # The op's meta function (custom_ops.py) keeps the second order too.
         if self.saves_shards:
             return [*shards, *[chunk.lse for chunk in saved]]
         tensors: list[torch.Tensor] = []
@@ -266,7 +268,7 @@ def plan_call(
     recomputed: bool = False,
 ) -> tuple[Signature, AttentionPlan]:
     """Check a call on this rank and plan it, or look its plan up: a call like an earlier one is not
-    checked again. Nothing is sent: in ``check_on_all_ranks`` the ranks compare the signature.
+    checked again. Returns the signature that the ranks compare too.
 
     Args:
         q, k, v: ``[b, s, h, d]``, ``[b, t, g, d]``, ``[b, t, g, e]``, of this rank's tokens.
@@ -324,8 +326,8 @@ def plan_call(
 def _new_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, saves_shards: bool
 ) -> tuple[Signature, AttentionPlan]:
-    """:func:`plan_call` of a new call. What decides messages must be in the signature, which ranks
-    compare before they use the plan. ``saves_shards``: as of :class:`AttentionPlan`."""
+    """:func:`plan_call` of a new call. All that decides what is sent must be in the signature,
+    which ranks compare before they use the plan. ``saves_shards``: as of :class:`AttentionPlan`."""
     mesh, _, mask, softmax_scale, dropout_p, kernel, return_lse, tuning, scores, *_ = options
     check_tuning(tuning)
     parts: list[Signature | str] = [check_tensors(q, k, v)]
@@ -408,7 +410,7 @@ def _schedules(
     resolved: ResolvedTuning,
 ) -> dict[tuple[ChunkPosition, ChunkPosition], RingSchedule]:
     """One ring schedule for each pair (forward, backward) of positions that chunks have, with the
-    steps of both passes: most chunks share one, and what follows from it."""
+    steps of both passes."""
     query_layout, kv_layout = layouts
     plan = partial(
         ring_schedule,
@@ -439,20 +441,18 @@ def _staging_bytes(
     backward: bool,
     saves_shards: bool,
 ) -> dict[str, int]:
-    """Bytes of one staging slot, by kind of exchange: the largest of a kind in either pass. Ranks
-    that exchange a kind reserve it together, of the same size: numbers of tokens are maxima over
-    ranks, and the ranks of a ring compute the same heads.
+    """Bytes of one staging slot, by kind of exchange, the largest of a kind in either pass:
+    ``all_to_all``, with a ring ``ring_kv`` (a block of keys and values) and before a backward pass
+    ``ring_dkv`` (its gradients), ``fused`` (the largest tensor) where FlashInfer's kernel carries
+    one. Empty where exchanges go by NCCL.
 
     Args:
         q, v: before the head exchange: ``[B, tokens of this rank, H, D]``, ``[B, ..., G, E]``.
         backward: a backward pass follows; ``saves_shards``: it exchanges q, k, v and out too.
-
-    Returns:
-        ``all_to_all``, with a ring ``ring_kv`` (a block of keys and values) and before a backward
-        pass ``ring_dkv`` (its gradients); empty where exchanges go by NCCL. ``fused``: the largest
-        tensor, where FlashInfer's kernel carries one; ``all_to_all`` is reserved as well then, for
-        a CUDA graph of the call, which takes copy engines.
     """
+    # Ranks that exchange a kind reserve it together, of the same size: numbers of tokens are maxima
+    # over ranks, and the ranks of a ring compute the same heads. Beside ``fused``, all_to_all is
+    # for a CUDA graph of the call, which takes copy engines.
     ring, schedules = ring_calls[0], [ring.schedule for ring in ring_calls]
     if not ring.use_copy_engines:
         return {}
@@ -515,7 +515,7 @@ def _imbalance(layout: TokenLayout, mask: MaskSpec) -> str | None:
 def _warn_slow_path(
     q: torch.Tensor, mesh: SequenceMesh, tuning: Tuning, *warnings: str | None
 ) -> None:
-    """Warn once of each thing that would make such calls faster; ``warnings``: of other causes."""
+    """Warn once of each thing that would make such calls faster: of ``warnings`` and of its own."""
     messages, why_not = [slow_path_notice(q.device), *warnings], mesh.copy_engine_unavailable
     if why_not and q.is_cuda and mesh.sp_degree > 1 and tuning.copies == "auto":
         messages.append(f"exchanges go by NCCL, not by copy engines: {why_not}")

@@ -1,4 +1,5 @@
-"""Options of a call that modify attention scores: a soft cap and sinks."""
+"""Options of a call that modify attention scores: a soft cap and sinks. ``plan.py`` checks them
+once a plan."""
 
 from __future__ import annotations
 
@@ -19,14 +20,10 @@ class Scores:
 
     Args:
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv 2408.00118).
-        sinks: logits beside the scores in the softmax, which take weight and give nothing
-            (gpt-oss), finite. They may be trained. Each rank computes a local gradient of its own
-            tokens: the sum over the ranks of the mesh is the gradient, as it is for any weight
-            that all of them hold.
-
-    Shapes:
-        sinks: ``[h]``, of all query heads on this tensor-parallel rank, the same values on every
-        rank of the mesh.
+        sinks: logits ``[h]`` beside the scores in the softmax, which take weight and give nothing
+            (gpt-oss), finite; of all query heads on this tensor-parallel rank, the same values on
+            every rank of the mesh. They may be trained: each rank computes the gradient of its own
+            tokens, and the sum over the mesh is the gradient, as of any weight.
 
     Raises:
         ConfigError: a cap that is not a finite number above 0, sinks that are no tensor.

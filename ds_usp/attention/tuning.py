@@ -1,4 +1,5 @@
-"""Tuning of one call: head chunks, KV gathering, copy engines. It changes speed, not results."""
+"""Tuning of one call: head chunks, KV gathering, copy engines. It changes speed, not results.
+``plan.py`` resolves it once a plan, on each rank; nothing here communicates."""
 
 from __future__ import annotations
 
@@ -47,18 +48,18 @@ class Tuning:
 
     Args:
         chunks: head chunks. While one is computed, the exchange of the next one and the return of
-            the one before are in flight, and buffers hold one chunk only. At most the KV heads of
-            the rank with fewest; without a ring, where all ranks use equally many KV heads, the
-            query heads of the rank with fewest. ``"auto"``: by the work of a chunk, its bytes and
-            the links on GPUs, one on CPUs.
+            the one before are in flight. At most the KV heads of the rank with fewest; without a
+            ring, where all ranks use equally many KV heads, the query heads of the rank with
+            fewest. ``"auto"``: by the work of a chunk, its bytes and the links on GPUs, one on
+            CPUs.
         gather: True all-gathers the keys and values of the ring, chunk by chunk: large kernel calls
             and no sums over blocks. False receives them stepwise, in memory that does not grow with
             the ring. ``"auto"``: all-gathered where that takes no more memory, or little.
-        copies: exchanges use the GPUs' copy engines and peer memory, and leave the SMs to
-            attention; else NCCL. ``"auto"``: on NVIDIA GPUs of one node, except under
-            ``NCCL_P2P_DISABLE=1``. ``"flashinfer"``: FlashInfer's kernel exchanges the heads of
-            short calls (one sample of up to 8,192 tokens, in one chunk, not in a CUDA graph) where
-            the ranks have equal shares of heads and tokens; others as ``"auto"``.
+        copies: exchanges use the GPUs' copy engines and peer memory; else NCCL. ``"auto"``: on
+            NVIDIA GPUs of one node, except under ``NCCL_P2P_DISABLE=1``. ``"flashinfer"``:
+            FlashInfer's kernel exchanges the heads of short calls (one sample of up to 8,192
+            tokens, in one chunk, not in a CUDA graph) where the ranks have equal shares of heads
+            and tokens; others as ``"auto"``.
     """
 
     chunks: int | Literal["auto"] = "auto"
@@ -90,9 +91,8 @@ class Tuning:
         """Resolve ``"auto"`` for one call, the same on every rank.
 
         Args:
-            layout: of the queries; ``split``: of the heads, over its Ulysses ranks.
-            q: ``[b, s, h, d]``.
-            keys: tokens of the keys' sequence; None: the queries'.
+            layout: of the queries ``q [b, s, h, d]``; ``split``: of the heads.
+            keys: tokens of the keys' whole sequence; None: the queries'.
             backward: a backward pass follows.
             varlen: the kernel computes many documents in one call.
 
@@ -169,7 +169,8 @@ def _call_size(
     mask: MaskSpec,
     keys: int,
 ) -> CallSize:
-    """The sizes of a call; FLOP and exchanged bytes are 0 where nothing can be overlapped."""
+    """The sizes of a call, the same on every rank; FLOP and exchanged bytes, a rank's in the
+    forward pass, are 0 where nothing can be overlapped."""
     batch, _, heads, dim = q.shape
     flop = exchange_bytes = 0.0
     head_bytes = batch * dim * q.element_size()  # of one head of one token; v is taken for as wide

@@ -1,4 +1,6 @@
-"""Validation of one call: on this rank, then among all ranks, before any exchange."""
+"""Checks of one call on this rank, and its parts of the signature that all ranks compare next:
+``check_on_all_ranks`` runs them, and raises their errors on every rank. Nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -30,34 +32,27 @@ def same_ranks(mesh: SequenceMesh) -> tuple[object, ...]:
 
 
 def module_text(number: int) -> str:
-    """The module of a call in its signature: which of those on the mesh, in order of their making.
-    Layers' calls are equal otherwise, and a rank that leaves one out would go unnoticed."""
+    """The module of a call in its signature, by the order in which the mesh's were made: else a
+    rank that leaves a layer out would go unnoticed."""
     return f"USPAttention {number}"
 
 
 def returned_text(out: torch.Tensor) -> str:
-    """Describe for messages what a local attention has returned, ``[b, s, h, e]``."""
+    """Describe, for the ranks' comparison, what a local attention returned, ``[b, s, h, e]``."""
     return f"a local attention that returned head dim {out.shape[3]} of {out.dtype}"
 
 
 @dataclass(frozen=True)
 class ChunkExchanges:
-    """The head exchanges (all-to-all) of one head chunk.
+    """The head exchanges (all-to-all) of one head chunk. Backward ``qkv`` returns gradients, and
+    ``shards`` brings all that it needs from shards of all heads: q; k and v if this is the last
+    chunk that uses them; the output; its gradient."""
 
-    Args:
-        qkv: of q, and of k and v if they are exchanged with this chunk.
-        out: of the output forward, and of its gradient backward.
-        shards: of all that backward needs, from shards of all heads: q, k and v if this is the last
-            chunk that uses them, the output and its gradient.
-        kv_chunk: the chunk with which its k and v are exchanged.
-        has_kv: k and v are exchanged with this chunk.
-    """
-
-    qkv: HeadAllToAll
-    out: HeadAllToAll
+    qkv: HeadAllToAll  # of q, and of k and v if has_kv
+    out: HeadAllToAll  # of the output forward, and of its gradient backward
     shards: HeadAllToAll
-    kv_chunk: int = 0
-    has_kv: bool = True
+    kv_chunk: int = 0  # index of the chunk with which its k and v are exchanged
+    has_kv: bool = True  # it is this one
 
     @cached_property
     def q_heads(self) -> slice:
@@ -113,8 +108,8 @@ def plan_local_attention(
     layout: TokenLayout,
     kv_layout: TokenLayout,
 ) -> tuple[Signature, ChunkExchanges]:
-    """Check ``q [b, s, h, d]`` and ``k [b, t, h_kv, d]`` of a call of a local attention between two
-    exchanges; returns its signature, and the exchanges of all heads."""
+    """Check ``q [b, s, h, d]`` and ``k [b, t, h_kv, d]`` of a local attention's call; returns its
+    signature, and the exchanges of all heads around it."""
     queries = check_layout(q, "queries", mesh, layout)
     signature = Signature.of(queries, check_layout(k, "keys", mesh, kv_layout))
     split = head_split(q.shape[2], k.shape[2], mesh)
@@ -123,11 +118,8 @@ def plan_local_attention(
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
-    """Check that q, k, v ``[b, s, h, d]`` fit together; returns their part of the signature.
-
-    Raises:
-        ConfigError: shapes, dtypes or devices that do not fit together.
-    """
+    """Check that the shapes, dtypes and devices of q, k, v ``[b, s, h, d]`` fit together
+    (ConfigError); returns their part of the signature."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ConfigError(f"q, k and v must be [batch, tokens, heads, head_dim], got {shapes}")
@@ -158,11 +150,8 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signatur
 
 
 def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh) -> TokenLayout:
-    """The layout of ``x [b, s, ...]``; with equal shards where only a kind is given.
-
-    Raises:
-        LayoutError: a kind that is unknown or needs documents; neither a layout nor a kind.
-    """
+    """The layout of ``x [b, s, ...]``, with equal shards where only a kind is given; LayoutError
+    for a kind that is unknown or needs documents, or neither a layout nor a kind."""
     if isinstance(layout, TokenLayout):
         return layout
     if not isinstance(layout, str):
@@ -180,7 +169,8 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
 
 
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:
-    """LayoutError if a data loader's last batch of this length has another layout than this one."""
+    """LayoutError if a data loader's last batch of this length has another layout than the default
+    one, where the caller named none."""
     batch = mesh.batch_layouts.get(layout.seq_len)
     if batch is None or batch.has_same_shards_as(layout):
         return
@@ -198,11 +188,7 @@ def check_layout(
     x: torch.Tensor, arg_name: str, mesh: SequenceMesh, layout: TokenLayout
 ) -> Signature:
     """Check that ``x [b, s, ...]`` is this rank's shard; returns its part of the signature.
-
-    Raises:
-        LayoutError: a layout of another mesh, or not this rank's number of tokens in it, as of
-            tensors ``[b, h, s, d]``.
-    """
+    LayoutError for a layout of another mesh, or not this rank's number of tokens in it."""
     mesh.check_degrees(layout)
     # [b, h, s, d], which most kernels take, is the likeliest mistake: name it where it fits.
     length = layout.length(mesh.rank)
@@ -228,13 +214,13 @@ def no_mask_error(mask: object) -> ConfigError:
 
 
 def check_mask(mask: MaskSpec, q: torch.Tensor, layout: TokenLayout) -> None:
-    """Check the mask, and its documents against the queries ``[b, s, h, d]``, once for each plan:
-    whether a CUDA graph is captured is in a plan's key.
+    """Check the mask, and its documents against the queries ``[b, s, h, d]``.
 
     Raises:
         ConfigError: no :class:`MaskSpec`, or documents of another length or batch.
         UnsupportedAttentionError: documents in a CUDA graph, which would replay these borders.
     """
+    # Once a plan is enough: whether a CUDA graph is captured is in the plan's key (plan_call).
     if not isinstance(mask, MaskSpec):
         raise no_mask_error(mask)
     mask.check_length(layout.seq_len, q.shape[0])
@@ -253,13 +239,11 @@ def check_kv(
     mask: MaskSpec,
 ) -> Signature:
     """Check keys ``[b, t, g, d]``, of the queries' sequence or another; returns their signature.
-
-    Args:
-        layouts: of the queries and of the keys.
+    ``layouts``: of the queries and of the keys.
 
     Raises:
-        ConfigError: keys of other tokens than the queries in one layout; a layout of documents
-            that the mask does not have.
+        ConfigError: other keys than queries in one layout; a layout of documents without a mask of
+            documents.
         LayoutError: the keys' layout gives this rank another number of keys.
         UnsupportedAttentionError: a mask by positions, which two sequences do not share.
     """
@@ -294,11 +278,8 @@ def check_kv(
 
 
 def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The softmax scale as a number; None is ``head_dim ** -0.5``.
-
-    Raises:
-        ConfigError: not a finite number above 0; a tensor, whose gradient would be lost.
-    """
+    """The softmax scale as a number; None is ``head_dim ** -0.5``. ConfigError if it is not a
+    finite number above 0, or is a tensor, whose gradient would be lost."""
     if softmax_scale is None:
         return float(head_dim**-0.5)
     number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
@@ -311,7 +292,7 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
-    """Refuse attention dropout: which weights are dropped would depend on the degrees."""
+    """Refuse attention dropout (UnsupportedAttentionError)."""
     if dropout_p != 0:
         raise UnsupportedAttentionError(
             f"attention dropout {dropout_p} is not exact under ulysses {mesh.ulysses_degree} x "
@@ -322,8 +303,7 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
 
 
 def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
-    """LayoutError if a layout, or kind of one, that a module is constructed with is not one of the
-    mesh."""
+    """LayoutError if an option ``layout`` is not one of the mesh; as a module is constructed."""
     if isinstance(layout, TokenLayout):
         degrees = mesh.ulysses_degree, mesh.ring_degree, mesh.order
         packing = layout.documents, layout.parents
