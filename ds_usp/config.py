@@ -1,4 +1,5 @@
-"""Settings as one frozen value, and the only reader of argument namespaces and environment."""
+"""Settings as one frozen value, and the only reader of argument namespaces and environment: each
+process reads its own, mostly at start, and nothing here communicates."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Tools that the packages above share: copies between strided tensors, launches of Triton kernels,
 the refusal of second derivatives, functions of other packages with other globals, and a wait for
-threads of other packages."""
+threads of other packages. Kernels and exchanges call the first two in each pass, a mesh waits for
+threads when its process ends; nothing here communicates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers to imports of names that left after 0.1.0: what to write instead. It goes with 0.3."""
+"""Answers to imports of names that left after 0.1.0: what to write instead. It goes with 0.3.
+``ds_usp/__init__.py`` installs it once, when the package is imported."""
 
 from __future__ import annotations
 

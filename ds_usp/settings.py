@@ -1,8 +1,9 @@
 """The settings of USP, one row each.
 
 From a row the programs derive the flag, its check and its help, the options of functions, and what
-the planner searches and prints. What a setting does, and with which options of a program it does
-not go together, stands where it is done.
+the planner searches and prints, when they start. What a setting does, and with which options of a
+program it does not go together, stands where it is done: ARCHITECTURE.md names what a new row needs
+in other files.
 """
 
 from __future__ import annotations

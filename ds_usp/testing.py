@@ -1,6 +1,7 @@
 """Dense attention in fp64, from positions: the oracle of the tests and of ``ds-usp verify``.
 
-It imports nothing from ds_usp, so that no mistake can be on both sides.
+It imports nothing from ds_usp, so that no mistake can be on both sides. Each rank computes for
+itself; :func:`attention_in_blocks` alone communicates, where it has several ranks.
 
 Letters of the shapes: B batch, S query tokens, T key tokens, H query heads, G KV heads, D head dim
 of queries and keys, E of values.

@@ -1,4 +1,4 @@
-"""Resolves ``auto`` for flags of a training loop: the kernel, and how an offload ratio reads."""
+"""Resolves ``auto`` for a training loop's flags, at its start: the kernel, the offload ratio."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attention_kernel(
     Raises:
         UnsupportedAttentionError: no kernel serves it; the message has each one's reason.
     """
-    # Asked as attention itself asks, so that a loop can name the kernel before its first step.
+    # Asked as attention/plan.py asks, so that a loop can name the kernel before its first step.
     request = KernelRequest(
         device.type,
         dtype,

@@ -1,6 +1,7 @@
 """Data loader for sequence parallelism: rank 0 of a mesh reads, all ranks get their shards.
 
-:class:`BatchBroadcast` is what every loader here and in the integrations sends batches by.
+:class:`BatchBroadcast` is what every loader here and in the integrations sends batches by: each
+batch is a collective, in which rank 0 packs and all receive.
 """
 
 from __future__ import annotations
@@ -427,7 +428,7 @@ class _Status(NamedTuple):
 
 class _LocalRead(NamedTuple):
     status: _Status
-    message: Message | None = None
+    message: Message | None = None  # on rank 0 of the mesh, if it has read a batch
     error: Exception | None = None
 
 

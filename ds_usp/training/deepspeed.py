@@ -1,4 +1,5 @@
-"""DeepSpeed under sequence parallelism: mpu, gradient reduction, clipping, refused settings.
+"""DeepSpeed under sequence parallelism: mpu, gradient reduction, clipping, refused settings. A
+training loop calls it at start, on every rank; at ZeRO-0 a hook clips in each optimizer step.
 
 Every rule here was found by comparing gradient norms under plain SGD with one rank's (DeepSpeed
 0.19.8); losses under Adam with clipping hide all of them.
@@ -143,8 +144,7 @@ def prepare_deepspeed() -> None:
     import deepspeed.ops
     from deepspeed.utils import logger
 
-    # The CPU accelerator compiles a shared-memory op at the first start, needs a C++ compiler for
-    # it, and training never calls it.
+    # Training never calls that op, and to compile it takes a C++ compiler.
     logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -212,7 +212,6 @@ def _check_arguments(optimizer: object, config: object, groups: object) -> None:
 
 
 def _check_config(config: Mapping[str, Any], groups: ParallelGroups) -> None:
-    # By its name it separates sequence from data parallel ranks; it reduces over the latter alone.
     if "sequence_parallel_size" in config:
         raise ConfigError(
             f"sequence_parallel_size={config['sequence_parallel_size']} in DeepSpeed's "

@@ -1,9 +1,8 @@
 """Optimizer states and fp32 master weights that wait in host memory between optimizer steps.
 
-DeepSpeed's own ``engine.offload_states`` (0.19.8) does less: the optimizer of bf16 with ZeRO-1 and
-fp32 gradient accumulation lacks it, ZeRO-3 takes DeepSpeed's FusedAdam alone, and ZeRO-1 and 2
-allocate and pin the host memory anew at every call. Here the storages are copied to pinned memory
-that is kept, whatever the optimizer. Gradients stay: backward adds to them.
+A loop calls :func:`keep_states_on_host` once, on every rank; hooks and wrapped methods do the rest,
+without communication. DeepSpeed's own ``engine.offload_states`` (0.19.8) takes fewer optimizers and
+pins host memory anew at every call. Gradients stay on the device: backward adds to them.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class StatesOnHost:
                 self._storages.send(self._tensors())
 
     def _tensors(self) -> list[Tensor]:
-        # States and masters whose storages no parameter shares.
+        # States and masters whose storages no parameter shares: before the first step no states.
         base = getattr(self._optimizer, "optimizer", self._optimizer)
         tensors = [value for state in base.state.values() for value in state.values()]
         for name in _MASTERS:

@@ -1,4 +1,5 @@
-"""Triton kernels: softmax statistics of logits, and their gradient in place, one pass each."""
+"""Triton kernels: softmax statistics of logits, and their gradient in place, one pass each. On GPUs
+``Logits`` of loss.py runs them for each chunk of tokens, in the place of its torch operations."""
 
 from __future__ import annotations
 

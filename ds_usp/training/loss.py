@@ -1,12 +1,12 @@
 """The loss that every rank back-propagates: reduced gradients are those of the global mean.
 
 A rank holds some of a step's tokens and never sees the others, so it weights each token loss with
-``scale / (all loss tokens)`` and sums.
+``scale / (all loss tokens)`` and sums. A training loop does this for each micro batch, on each
+rank; what communicates does so over the tensor-parallel ranks, or once a step (:func:`mean_loss`).
 
-In chunks, the logits of one chunk of tokens exist at a time. Logits of s tokens over a vocabulary
-of V are ``s V`` numbers, and once more in fp32: at 32K tokens of a 128K vocabulary more than all
-other activations of a layer. On GPUs the cross entropy and its gradient are one Triton pass each
-over the logits in their own dtype; elsewhere torch operations over a copy in fp32.
+In chunks, the logits of one chunk of tokens exist at a time. On GPUs the cross entropy and its
+gradient are one Triton pass each over the logits in their own dtype; elsewhere torch operations
+over a copy in fp32.
 
 Sources: the chunked linear cross entropy of Liger Kernel (Hsu et al., 2410.10989); the reductions
 over a sharded vocabulary are Megatron's (1909.08053).
@@ -125,7 +125,8 @@ def chunked_token_losses(
 
     For frameworks that apply the loss mask and the mean afterwards: backward, where the gradient of
     each loss arrives, computes each chunk's logits again, ``2 h V`` FLOP a token more than
-    :func:`chunked_weighted_loss`, whose other arguments and errors it has.
+    :func:`chunked_weighted_loss`, whose other arguments and errors it has, but one: a label outside
+    of the vocabulary is not noticed, and its loss, which is wrong, must be masked.
 
     Shapes:
         hidden ``[..., h]``, weight ``[V, h]``, labels ``[...]``; the result like labels, in fp32
@@ -267,6 +268,7 @@ def _refuse_unknown(labels: Tensor, loss_weights: Tensor, vocab_size: int) -> Te
 def _validate(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden ``[T, h]``, the weight and labels ``[T]``; ConfigError if they do not fit."""
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ConfigError(f"chunks={chunks!r} must be a whole number of 1 or more")
     if hidden.shape[:-1] != labels.shape or weight.shape[1:] != hidden.shape[-1:]:
@@ -289,9 +291,8 @@ class RowStats(NamedTuple):
 
     Shapes:
         buffer ``[t, V]``: the logits with Triton, else ``exp(logit - row_max)``; the gradient
-        overwrites it. The others
-        ``[t]``, fp32 (fp64 of fp64): the largest logit, the sum of ``exp(logit - row_max)``, and
-        the logit of the label less ``row_max``; 0 where the label is in another rank's vocabulary.
+        overwrites it. The others ``[t]``, fp32 (fp64 of fp64): the largest logit, the sum of
+        ``exp(logit - row_max)``, and the logit of the label less ``row_max``; 0 without one here.
     """
 
     buffer: Tensor

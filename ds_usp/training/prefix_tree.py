@@ -1,7 +1,8 @@
 """Rows with a common prefix, as one tree: a prompt once, and its answers as branches.
 
 Preference and reinforcement learning repeat one prompt for many answers. Causal attention computes
-the same numbers for it each time; a tree (``MaskSpec.tree``) has it once.
+the same numbers for it each time; a tree (``MaskSpec.tree``) has it once. A data loader collates
+by it, and transformers' and verl's integrations find the trees of a batch; nothing communicates.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The whole batch, before it is sharded: its tokens, labels, padding and documents.
 
 Each entry point reads batches of other names and refuses other mistakes: plain loops here
-(:func:`read_batch`), transformers in its integration. What they have in common stands here once:
-which tokens are real, where documents begin, what the label of a token is, and which of all that
-a rank holds.
+(:func:`read_batch`), transformers in its ``whole_arguments.py``. What they have in common stands
+here once: which tokens are real, where documents begin, what the label of a token is, and which of
+all that a rank holds. It runs for each batch; nothing communicates.
 """
 
 from __future__ import annotations
@@ -449,8 +449,7 @@ def local_document_positions(
     Shapes:
         borders: cumulative, a list for each sample; result ``[b, s_local]``, int64.
     """
-    # From the borders, not from a shard of all positions: at a million tokens those would be 8 MB
-    # on every rank, for numbers that each rank can compute.
+    # Not a shard of all positions: at a million tokens those would be 8 MB on every rank.
     positions = local_positions(layout, rank, device)
     rows = []
     for sample in borders:
@@ -575,6 +574,7 @@ def _tree_of(
 
 
 def _checked_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the batch, less known entries that are None; DataError for what is no batch."""
     if not isinstance(batch, Mapping) or not isinstance(batch.get(TOKENS), Tensor):
         names = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(
