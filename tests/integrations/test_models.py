@@ -433,6 +433,15 @@ def headed(name: str, model_type: str = "llama") -> Callable[[], Any]:
     return make
 
 
+def beside_a_tower() -> Any:
+    """A model that makes masks for two kinds of layers, and hands them to its text model."""
+    config = build_with_tower("gemma3").config
+    config.num_labels, config.text_config.pad_token_id = 3, 0
+    torch.manual_seed(3)
+    cls = transformers.Gemma3ForSequenceClassification
+    return cls._from_config(config, attn_implementation="eager").train()
+
+
 def rewards(model: Any, batch: Mapping[str, Tensor]) -> Result:
     """A loss of pairs, computed from what the model returns (TRL's RewardTrainer)."""
     scores = model(**{name: x for name, x in batch.items() if name != "labels"}).logits
@@ -464,6 +473,11 @@ def of_rows(side: str | None = None) -> dict[str, Tensor]:
     return batch | {"labels": torch.tensor([2, 1])}
 
 
+def one_row() -> dict[str, Tensor]:
+    batch = {name: x[:1] for name, x in of_rows().items()}
+    return batch | {"token_type_ids": torch.zeros_like(batch["input_ids"])}
+
+
 def of_tokens() -> dict[str, Tensor]:
     batch = padded_batch("right")
     return batch | {"labels": (batch["labels"] % 3).where(batch["labels"] >= 0, -100)}
@@ -479,6 +493,7 @@ WHOLE_HEADS: Mapping[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor
     "tokens of bert": (headed("ForTokenClassification", "bert"), of_tokens, labeled),
     "answers": (headed("ForQuestionAnswering"), answers, labeled),
     "own loss": (with_a_loss_of_its_own, plain_batch, labeled),
+    **({"a row with a tower": (beside_a_tower, one_row, labeled)} if HAS_BLOCKS else {}),
 }
 
 

@@ -79,6 +79,7 @@ class Shard:
 
     Attributes:
         layers: class names of the modules that have run attention, or carried a state.
+        rows: of the batch that is sharded.
         largest_position: of the whole batch.
         drop_last: outputs per token have none for the last one, whose label is not known.
         targets: None where no labels were given.
@@ -90,6 +91,7 @@ class Shard:
         mask_of_keys: makes a mask for layers that add it to scores themselves; None for others.
     """
 
+    rows = 0
     largest_position: Tensor | int = 0
     drop_last = shares_keys_without_graph = False
     targets: Targets | None = None

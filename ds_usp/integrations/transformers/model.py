@@ -402,7 +402,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
                 self.mesh, layout, MaskSpec.full(), kernel=options.kernel, tuning=options.tuning
             )
             shard = Shard(call, batch.packing)
-            shard.drop_last = "shift_labels" not in batch.arguments
+            shard.rows, shard.drop_last = batch.size, "shift_labels" not in batch.arguments
             passed = batch.unsharded(arguments) if at_text else self._shard_of(batch, shard)
             if makes_positions:
                 passed.pop("position_ids", None)
@@ -496,8 +496,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         return (), local
 
     def _begin_shard(self, tokens: Tensor) -> None:
-        """Note that modules are given this rank's tokens, of the device that ``tokens`` have, from
-        here on, until :meth:`_end_shard`."""
+        """Note that modules are given this rank's ``tokens`` from here on, until ``_end_shard``."""
         self._end_shard()  # of a pass that Ctrl-C has ended, after which torch calls no hooks
         self._running.is_sharded = True
         self._outer_pass = (PASS.get(),)  # no token, which a notebook's next cell could not use
@@ -519,7 +518,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         if not self._whole_head or shard is None:
             return out
         self._end_shard()
-        self._join(shard, len(kwargs["attention_mask"]), out, join_all=True)
+        self._join(shard, out, join_all=True)
         return out
 
     def _before_tower(self, tower: nn.Module, _: Any) -> None:
@@ -626,17 +625,18 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
         labeled = "labels" in kwargs or "shift_labels" in kwargs
         choice = self._options.logits
         whole = choice == "whole" or (choice == "auto" and not labeled)
-        self._join(shard, len(kwargs["attention_mask"]), out, join_all=whole)
+        self._join(shard, out, join_all=whole)
         if self._rows is not None:
             text = self._inner.config.get_text_config()
             factor = getattr(text, "router_aux_loss_coef", 0.0)
             rows_of_outputs(out, self._rows, all_joined=whole, router_factor=factor)
         return out
 
-    def _join(self, shard: Shard, rows: int, out: dict[str, Any], *, join_all: bool) -> None:
+    def _join(self, shard: Shard, out: dict[str, Any], *, join_all: bool) -> None:
         self._check_has_names(out)
+        rows, drop_last = shard.rows, shard.drop_last
         check_outputs(out, type(self._inner).__name__, (rows, shard.length))
-        join_outputs(out, self.whole, join_all=join_all, drop_last=shard.drop_last, batch=rows)
+        join_outputs(out, self.whole, join_all=join_all, drop_last=drop_last, batch=rows)
 
     def _check_has_names(self, out: Any) -> None:
         if not isinstance(out, dict):

@@ -113,10 +113,9 @@ class ImagePositions:
     where the text model is called.
     """
 
-    # By positions [batch, tokens], which show documents, a model computes an image as if it were
-    # text. So it is given none, and the function by which it makes its own sees each document as a
-    # row. What that leaves in the model, for tokens that are generated next, is not kept; and
-    # embeddings do not get what an earlier batch has left.
+    # By positions [batch, tokens], which show documents, a model computes an image as text: it gets
+    # none, and the function by which it makes its own sees each document as a row. What that leaves
+    # in the model for tokens generated next is not kept; embeddings get nothing of earlier batches.
     def __init__(self, model: PreTrainedModel) -> None:
         self._name, self._text = type(model).__name__, text_model(model)
         self._owners: list[Any] = [x for x in model.modules() if hasattr(type(x), _MAKES)]
