@@ -2,8 +2,7 @@
 
 A result is exact if its relative error is within the limit of its dtype: an absolute one in fp64
 and fp32; in bf16 and fp16 a multiple of the error of the same kernel run dense on one device,
-which itself must be a rounding error. Errors of one rounding of the result are exact there too.
-:func:`run_cases` runs on every rank, collectively; flags are read before.
+which itself must be a rounding error. Flags are read first; :func:`run_cases` is collective.
 """
 
 from __future__ import annotations

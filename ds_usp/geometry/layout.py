@@ -495,7 +495,8 @@ def _nth_chunk(total: int, parts: int, index: int) -> Segment:
 
 _Table = Callable[[TokenLayout, int, int], tuple[Segment, ...]]
 
-# One row a layout: (layout, ulysses rank, ring rank) -> that rank's tokens in storage order.
+# One row a layout: (layout, ulysses rank, ring rank) -> that rank's tokens in storage order. Names
+# are in ds_usp/settings.py, too, and closed forms in `expected_positions` of ds_usp/testing.py.
 _TABLES: Mapping[str, _Table] = MappingProxyType(
     {
         "contiguous": _contiguous,

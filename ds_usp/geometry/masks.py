@@ -63,6 +63,9 @@ class Area(NamedTuple):
 # A window in a tree is of depths, the places of tokens in their rows. In a segment and in each of
 # its ancestors depths ascend by one, so what one sees of the other is a band as well: an area for
 # each such pair.
+#
+# A new field goes into `areas_of`, `allows`, `band` and `__str__`, and if it is no number into
+# `_LEFT_OUT` of attention/custom_ops.py.
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
     """A query at position ``q`` sees a key at ``k`` if ``-left <= k - q <= right``.

@@ -25,7 +25,7 @@ class Op(str, Enum):
     """Names of what an instruction does for its chunk, as they are printed.
 
     A post starts an exchange; the wait for it has its text and ``?``, and makes the current stream
-    wait.
+    wait. ``attention/passes.py`` has a method for each, ``planner/attention_time.py`` a cost.
 
     Attributes:
         channel: the kind of channel on which it posts or waits; "" if it does neither.
@@ -246,6 +246,7 @@ class _ScheduleWriter:
             self._write(Op.KV_POST, chunk, number)
 
     def _compute(self, position: int, chunk: int) -> None:
+        """Write a chunk's ring steps: receive, call kernels, and backward return dK/dV."""
         received = 0
         for index, step in enumerate(self._steps[chunk]):
             if not step.is_local:

@@ -10,6 +10,7 @@ from itertools import product
 
 from ds_usp.errors import ConfigError
 
+# The axis with the most traffic belongs on the fastest links (USP paper, section 5).
 DEFAULT_ORDER = ("tp", "ulysses", "ring", "dp", "pp")
 
 
@@ -19,9 +20,7 @@ class RankGrid:
 
     Args:
         sizes: ranks along each axis; an axis that is left out has size 1.
-        order: every axis, innermost first. The axis with the most traffic belongs on the fastest
-            links, so the default puts tensor parallelism first and the pipeline last (USP paper,
-            section 5).
+        order: every axis, innermost first.
 
     Attributes:
         shape: ranks along each axis of ``order``.

@@ -149,10 +149,11 @@ def ring_schedule(
     position: ChunkPosition = "only",
     kv_layout: TokenLayout | None = None,
 ) -> RingSchedule:
-    """Plan one rank's steps. Stepwise: the local block first, while the next one is received. An
-    attention call combines the ``steps`` of one position with the ``backward_steps`` of another.
+    """Plan one rank's steps. An attention call combines the ``steps`` of one position with the
+    ``backward_steps`` of another.
 
     Args:
+        layout, mask: of the queries, equal on all ranks; ``ring_rank``: whose steps.
         support: what the kernel computes in one call, as of :func:`plan_tiles`.
         gather: all-gathered KV: the blocks of all other ranks in one step.
         position: of this head chunk among the chunks of a call (the note above).

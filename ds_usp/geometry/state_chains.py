@@ -204,8 +204,8 @@ class StateChains:
 
     @cached_property
     def doubles(self) -> bool:
-        """States are folded by doubling. Not where a state is the sum of several pieces' states: a
-        map would then be of all paths that lead to its piece."""
+        """States are folded by doubling."""
+        # Not where a state is the sum of several: a map would be of all paths to its piece.
         merges = any(len(before) > 1 for before in self.before.values())
         return self.longest > MAX_DIRECT_PIECES and not merges
 
@@ -456,6 +456,7 @@ def _halo_of_rank(
     needs: dict[Piece, list[tuple[int, int]]],
     crosses: bool,
 ) -> Halo:
+    """The halo of one rank, from what all ranks send and pieces need (:func:`_halos`)."""
     pieces = chains.by_rank[rank]
     edges = {edge for piece in pieces for edge in (piece.offset, piece.offset + piece.length)}
     behind = [piece.offset + min(width, piece.length) for piece in pieces]

@@ -39,7 +39,6 @@ class Tile:
 
     Row ``i`` sees column ``j`` if ``low <= j - i <= high``, in indices of the two shards. A tile is
     tight: it has no empty row or column, and the band is clamped to what the rectangle holds.
-    So no kernel ever gets a fully masked row.
 
     Attributes:
         q_start, q_stop: its query rows, in the shard of queries.

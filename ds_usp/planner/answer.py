@@ -159,11 +159,13 @@ def _against(result: SearchResult, plan: Plan, other: Plan) -> str:
 
 
 def _component_seconds(result: SearchResult, plan: Plan) -> dict[str, float]:
+    """Seconds of a step by the keys of ``_NAMES``: those of layers in the layers' proportions."""
     layer, step = layer_time(result.cluster, result.work, plan.config), plan.time.components()
     scale = step.pop("layers") / layer.total
     return step | {name: scale * seconds for name, seconds in layer.components().items()}
 
 
+# Of the fields of LayerTime and StepTime.
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
         "matrices": "matrix products",

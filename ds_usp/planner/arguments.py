@@ -1,7 +1,6 @@
 """Flags of a command line as fields of dataclasses, and the checks of what fields take.
 
-Each field made by :func:`flag` is a flag of a command. Complaints are one line with the nearest
-known name, help states one default a flag, and lengths may be written as 128K.
+Each field made by :func:`flag` is a flag. ``ds-usp env`` and ``verify`` use the parser, too.
 """
 
 from __future__ import annotations
@@ -110,14 +109,12 @@ class OneLineParser(ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> Namespace:
         """Parse the arguments of a program, and refuse unknown flags with the nearest known one.
-
-        Flags are checked against those of the named command before their values are, so that the
-        error is about the misspelt flag. Unambiguous beginnings of flags are accepted.
+        Unambiguous beginnings of flags are accepted.
 
         Raises:
             ConfigError: an argument that is unknown, lacks its value, or has a wrong one.
         """
-        command = self._command(argv)
+        command = self._command(argv)  # whose flags are checked first, before any flag's value
         flags = [arg.partition("=")[0] for arg in argv if arg.startswith("--")]
         spellings = list(command._option_string_actions)
         command._refuse([f for f in flags if not any(name.startswith(f) for name in spellings)])

@@ -75,7 +75,7 @@ def sent_by_operation(
     with ``recompute="attention"`` q, k, v and the output; then the gradients of q, k, v back.
 
     Args:
-        all_to_all: of both directions.
+        all_to_all: of a forward pass, to heads and back (:attr:`LayerBytes.ulysses`).
         ring: of keys and values; their gradients are as many.
     """
     queries = work.model.q_width / config.tp
@@ -97,8 +97,8 @@ def sent_by_operation(
 class RelativeCosts:
     """A rank's schedule of one pass, and the fraction of the pass that each instruction is.
 
-    Fractions have no seconds, so one schedule serves all lengths and clusters (:func:`mean_costs`
-    is cached): :meth:`cost` multiplies a :class:`PassSeconds` by them.
+    Fractions have no seconds, so one schedule serves all lengths and clusters: :meth:`cost`
+    multiplies a :class:`PassSeconds` by them.
 
     Args:
         heads: fraction of the query heads in each chunk.
@@ -154,7 +154,7 @@ def mean_costs(
     over ranks; and the number of ring steps that each of them stands for.
 
     Args:
-        heads, kv_heads: of a rank.
+        heads, kv_heads: of a rank, in so many ``chunks``; ``ring``: its ranks.
         gather: keys and values are all-gathered.
         from_shards: as of :func:`pipeline_schedule`.
     """
@@ -252,6 +252,7 @@ def _attention_s(
 
 
 def _kernel_s(cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool) -> float:
+    """Seconds of the attention kernels in one direction on one rank, mean over ranks."""
     # A zigzag's kernel calls are as long as its chunks, of which a rank holds two; those of a
     # window as long as the window.
     length = min(

@@ -232,7 +232,7 @@ def _chain_traffic(
     document_lengths: tuple[int, ...],
     rows: int,
     mixer: RecurrentMixer,
-    element: int,
+    itemsize: int,
 ) -> ChainTraffic:
     borders = (tuple(accumulate(document_lengths, initial=0)),) if document_lengths else ()
     chains, ranks = state_chains(tokens, borders, rows), tokens.degree  # rows are packed alike
@@ -247,7 +247,7 @@ def _chain_traffic(
         if before.rank != piece.rank
     )
     states = STATE_BYTES * rows / ranks
-    halo_bytes = rows * halo * mixer.channels * element / ranks
+    halo_bytes = rows * halo * mixer.channels * itemsize / ranks
     return ChainTraffic(states * sent, halo_bytes, states * (sent + maps), len(chains.rounds))
 
 

@@ -1,5 +1,5 @@
-"""The longest sequence that trains for each way to save memory: where the memory formulas end. For
-``ds-usp max-length``."""
+"""The longest sequence that trains for each way to save memory: where the memory formulas end
+(``ds-usp max-length``)."""
 
 from __future__ import annotations
 
@@ -115,6 +115,7 @@ class LengthQuestion:
             yield longest
 
     def _furthest(self, configs: Sequence[ParallelConfig], offload: bool) -> MaxLength:
+        """The longest sequence of any of these degrees; of equals the first."""
         best: list[MaxLength] = []
         for config in configs:
             evaluate = partial(self._evaluate, config.replace(offload_unit="layer"), offload)

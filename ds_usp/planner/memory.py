@@ -133,8 +133,7 @@ def memory(
     workspace_bytes: float = 0.0,
     shared: ModelWideBytes | None = None,
 ) -> Memory:
-    """Memory of the fullest pipeline stage; of host memory, that of the stage that takes the most:
-    the first one keeps the most micro batches, and the logits may make the last one the fullest.
+    """Memory of the fullest pipeline stage; of host memory, that of the stage that takes the most.
 
     Args:
         shared: where it is known: :func:`model_wide_bytes`.
@@ -254,8 +253,8 @@ def _saved_bytes(
 
 def _offloaded_inputs(layers: int, group: int, saved: int) -> int:
     """Inputs of layers in host memory, at most: those of all groups when the forward pass ends; or
-    those of the groups before the one in backward, with the inputs of its own layers but three.
-    Counted in ``tests/unit/test_recomputation.py``.
+    those of the groups before the one in backward, with the inputs of its own layers but three
+    (``tests/unit/test_recomputation.py``).
 
     Args:
         group: layers of a checkpoint, at least two.
@@ -502,11 +501,10 @@ def bucket_bytes(work: Workload, config: ParallelConfig) -> float:
 def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> float:
     """Parameters that are gathered at the peak of a step, but the first one: then they are not
     gathered ahead. 0 but in ZeRO-3, and on one rank, which gathers nothing.
-
-    Ahead of their use they are gathered until :data:`LIVE_ELEMENTS` are there, the last one whole;
-    when a layer runs backward the output projection's are gone, and a gradient that waits for its
-    reduction is where its parameter was.
     """
+    # Ahead of their use they are gathered until LIVE_ELEMENTS are there, the last one whole; when a
+    # layer runs backward the output projection's are gone, and a gradient that waits for its
+    # reduction is where its parameter was.
     if config.zero != 3 or config.zero_ranks == 1:
         return 0.0
     if config.fsdp2:

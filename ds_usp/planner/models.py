@@ -222,10 +222,8 @@ class ModelShape:
 
     @cached_property
     def vector_elements(self) -> int:
-        """Elements of one layer's norms and biases, held by every tensor-parallel rank.
-
-        Biases that tensor parallelism shards are counted as replicated: less than 0.1 % of a layer.
-        """
+        """Elements of one layer's norms and biases, held by every tensor-parallel rank."""
+        # With the biases that tensor parallelism shards: less than 0.1 % of a layer.
         mixers, mlps = self.attention or self.recurrent is not None, self.mlp_width > 0
         norms = (mixers + mlps) * self.hidden * (2 if self.biases else 1)
         norms += 2 * self.head_dim if self.qk_norm and self.attention else 0

@@ -8,8 +8,7 @@ The compute lane is the current stream; each kind of channel has a lane beside i
 - Exchanges of one kind run one after the other, in the order of their posts, beside the compute
   lane and beside other kinds.
 - Exchanges of different kinds that are in flight at once share the link equally.
-- While any exchange is in flight, the compute lane runs at ``1 - contention`` of its speed: it
-  loses that fraction of each hidden exchange's time.
+- While any exchange is in flight, the compute lane runs at ``1 - contention`` of its speed.
 - Other ranks post when this one does. What a rank waits for a slower one is not simulated.
 """
 
@@ -46,7 +45,7 @@ class Timeline:
     Args:
         compute: seconds of the compute lane's work, had nothing else been in flight.
         exposed: the seconds beyond, by what they are spent on: a wait for a kind of channel,
-            ``contention`` (slower kernels while exchanges are in flight).
+            ``contention``.
     """
 
     compute: float
@@ -112,6 +111,7 @@ class _Clock:
             self._expose(wait.op.channel, self._now - start)
 
     def compute(self, seconds: float) -> None:
+        """Run the compute lane for what takes so long alone."""
         left = seconds
         while left > 0:
             lost = self._contention if self._left else 0.0
@@ -130,6 +130,7 @@ class _Clock:
         return self._now + min(self._left.values()) * len(self._left) if self._left else inf
 
     def _advance_to(self, second: float) -> None:
+        """Let the exchanges in flight run until then; those that are done leave their queues."""
         while self._left:
             stop, sharers = min(self._next_finish(), second), len(self._left)
             for kind in list(self._left):

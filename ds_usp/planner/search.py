@@ -185,7 +185,7 @@ class _Collector:
         self.unmet: Counter[str] = Counter()  # fixed values that a set of degrees cannot have
 
     def search_degrees(self, base: ParallelConfig, fixed: Mapping[str, object]) -> None:
-        """Evaluate all settings of one set of degrees."""
+        """Evaluate one set of degrees, with all settings that ``fixed`` allows."""
         result, framework = self._result, self._framework
         zero_stages = tuple(x for x in framework.zero if not zero_refusal(x, base.pp, bf16=False))
         if base.states_on_host and fixed.get("zero") != 0:
@@ -234,8 +234,8 @@ class _Collector:
     def _shardings_and_stages(
         self, config: ParallelConfig, shardings: Sequence[tuple[int, bool]], chunks: Sequence[int]
     ) -> None:
-        """Evaluate a configuration with each way to shard the states and each number of virtual
-        pipeline stages, which leave a layer's time as it is."""
+        """Evaluate a configuration with each way to shard the states, (ZeRO stage, FSDP2), and each
+        number of layers a virtual stage, which leave a layer's time as it is."""
         cost = self._micro_batch(config)
         for chunk in chunks:
             bound = self._best_possible(config, chunk, cost)
@@ -249,7 +249,8 @@ class _Collector:
                     self._result.outcomes[self._evaluate(candidate, cost, bound)] += 1
 
     def _micro_batch(self, config: ParallelConfig) -> MicroBatch:
-        """The time of one micro batch, computed once for all settings that do not change it."""
+        """The time of one micro batch, computed once for all settings that do not change it: those
+        that do are its key."""
         degrees = config.tp, config.ulysses, config.ring
         memory_settings = config.recompute, config.fused_loss, *_length_values(config)
         key = *degrees, config.micro_batch, *memory_settings
@@ -278,7 +279,8 @@ class _Collector:
         return states_bytes + min_activations + result.cluster.workspace_bytes > result.budget_bytes
 
     def _virtual_stage_layers(self, base: ParallelConfig, micro_batch: int) -> list[int]:
-        """Numbers of layers of a virtual stage to try; 0: all layers of a stage."""
+        """Numbers of layers of a virtual stage to try; 0: all layers of a stage. Counts an outcome
+        where micro batches allow no others."""
         work = self._result.work
         micro_batches = work.global_batch // (base.dp * micro_batch)
         per_stage = base.layers_per_stage(work.model)

@@ -88,7 +88,8 @@ def kv_features(work: Workload, config: ParallelConfig) -> float:
 def call_size(
     work: Workload, config: ParallelConfig, split: HeadSplit, ulysses_in_node: bool
 ) -> CallSize:
-    """Return by what ``Tuning`` chooses head chunks and the KV exchange, causal, mean over ranks.
+    """Return by what ``Tuning`` chooses head chunks and the KV exchange, causal, mean over ranks:
+    what ``_call_size`` of ``attention/tuning.py`` makes of tensors.
 
     Args:
         split: the heads of a tensor-parallel rank over its Ulysses ranks.

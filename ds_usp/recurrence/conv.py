@@ -132,7 +132,8 @@ class _Shard:
     def finish(
         self, conv: Callable[[torch.Tensor], torch.Tensor], before: torch.Tensor
     ) -> torch.Tensor:
-        """The output, with the first tokens of each piece behind those before it."""
+        """The output, with the first tokens of each piece behind those ``before`` it, which
+        :meth:`exchange` returns."""
         if not self._to_finish:
             return self.out
         halo = self.halo

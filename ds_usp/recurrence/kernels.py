@@ -209,7 +209,7 @@ class PieceStates:
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, None]:
         """Return the gradients of the states after all pieces, of the same shape or None; and None
-        for fla's own initial state. Collective."""
+        for fla's own initial state. Collective. Shapes: do, dv ``[1, tokens, heads, dv]``."""
         g, gk = kwargs.get("g"), kwargs.get("gk")
         sizes = kwargs.get("scale"), kwargs.get("chunk_size")
         maps: dict[int, Map] = {}
@@ -256,7 +256,7 @@ class PieceStates:
                 yield numbers[0], numbers[-1] + 1, imports
 
     def _exchange(self, chains: StateChains, maps: dict[int, Map]) -> torch.Tensor | None:
-        """The states that come into all pieces along ``chains``, of the maps by number."""
+        """The states that come into all pieces along ``chains``, of maps by number. Collective."""
         local_pieces = chains.by_rank[self.call.mesh.rank]
         states: list[torch.Tensor | None] = []
         transitions: list[torch.Tensor | None] = []
