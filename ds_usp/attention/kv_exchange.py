@@ -100,7 +100,8 @@ class KVExchange:
     """Receives the KV blocks of one chunk in turn into two buffers: one in use, one being filled.
 
     Args:
-        transfers: all exchanges, in order.
+        channel: a new one of ``ring_kv``.
+        transfers: all exchanges of the pass, in order; one at least.
         k, v: ``[B, T, G, D]``, ``[B, T, G, E]``, for shapes, dtype and device.
     """
 
@@ -166,8 +167,9 @@ class KVGradExchange:
     """Sends gradients of remote KV to the owners and sums those received; one in flight.
 
     Args:
-        transfers: all exchanges, in order.
-        dtype: of the gradients.
+        channel: a new one of ``ring_dkv``.
+        transfers: all exchanges of the pass, in order.
+        dtype: of the gradients as the kernel returns them, which is sent.
         k, v: ``[B, T, G, D]``, ``[B, T, G, E]``, for shapes and device.
         targets: the sums of the gradients of this rank's own KV.
     """

@@ -84,7 +84,7 @@ def detect_local_attention(module: Any) -> LocalAttention | None:
 
 
 def read_attributes(module: Any) -> list[object]:
-    """The values that decide what a local attention computes, to be compared alone: of ``_READ``,
+    """The values that decide what a local attention computes, for callers to compare: of ``_READ``,
     None where it has none, and of ``_READ_INSIDE``. Cheap enough for each call."""
     attributes: Mapping[str, Any] = getattr(module, "__dict__", {})
     values = [attributes.get(name) for name in _READ]

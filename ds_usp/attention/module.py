@@ -485,7 +485,8 @@ class USPAttention(torch.nn.Module):
     def _ring(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: DropInPlan
     ) -> torch.Tensor:
-        """Compute over the mesh what the local attention would, of this rank's tokens."""
+        """Compute over the mesh what the local attention would, of this rank's tokens ``[b, s, h,
+        d]``; collective, right after the ranks' comparison."""
         if plan.rotary is not None:
             q, k = apply_rotary((q, k), *plan.rotary, token_dim=1)
         call, attention = cast(AttentionPlan, plan.call), cast(LocalAttention, plan.attention)

@@ -481,8 +481,8 @@ class BackwardPass(Pass[BackwardChunk]):
         here, if that has all KV tokens of the step. None, or None for dq: the kernel allocates."""
         # A copy engine's next slot depends on the posts before it alone (CopyEngine.acquire_slot),
         # and ring_dkv has none between a step's first call and its post_dkv: whether a rank takes
-        # the slot here or there, all have the same. The sum of gradients that lie in it is no copy
-        # (GradAccumulator.write): post_dkv only adds those of the step's later calls.
+        # the slot here or there, all have the same. Gradients that lie in it are not copied: the
+        # accumulator's write() knows the send buffer's memory, and adds those of later calls to it.
         step = chunk.steps[chunk.step]
         if step.is_local:
             if chunk.staging is None:

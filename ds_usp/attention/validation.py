@@ -303,7 +303,8 @@ def refuse_dropout(dropout_p: float, mesh: SequenceMesh) -> None:
 
 
 def check_layout_kind(layout: str | TokenLayout, mesh: SequenceMesh) -> None:
-    """LayoutError if an option ``layout`` is not one of the mesh; as a module is constructed."""
+    """LayoutError if an option ``layout`` is not one of the mesh: where a ``USPAttention`` or a
+    ``flash_attention_forward`` is made."""
     if isinstance(layout, TokenLayout):
         degrees = mesh.ulysses_degree, mesh.ring_degree, mesh.order
         packing = layout.documents, layout.parents

@@ -38,6 +38,7 @@ class CudnnKernel(SingleTileKernel):
         tiles=TileSupport(rectangular=False, window=False),
     )
 
+    # registry.py makes it once a process; an ImportError says why it cannot be used here.
     def __init__(self) -> None:
         require_capability(9, "cuDNN's attention")
         if not torch.backends.cudnn.is_available():

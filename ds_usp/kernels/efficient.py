@@ -41,6 +41,7 @@ class EfficientKernel(SingleTileKernel):
         deterministic=True,
     )
 
+    # registry.py makes it once a process; an ImportError says why it cannot be used here.
     def __init__(self) -> None:
         require_capability(5, "memory-efficient attention")
         if torch.cuda.get_device_capability() < (8, 0):

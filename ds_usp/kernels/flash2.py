@@ -42,6 +42,7 @@ class Flash2Kernel(VarlenKernel):
         varlen=True,
     )
 
+    # registry.py makes it once a process; an ImportError says why it cannot be used here.
     def __init__(self) -> None:
         require_capability(8, "FlashAttention-2")
         self._library: _FlashAttnPackage | _TorchFlash

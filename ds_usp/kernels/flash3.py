@@ -31,6 +31,7 @@ class Flash3Kernel(VarlenKernel):
         varlen=True,
     )
 
+    # registry.py makes it once a process; an ImportError says why it cannot be used here.
     def __init__(self) -> None:
         require_capability(9, "FlashAttention-3", only=True)
         import flash_attn_interface as library

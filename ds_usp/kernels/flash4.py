@@ -41,6 +41,7 @@ class Flash4Kernel(VarlenKernel):
         writes_grads_in_place=True,
     )
 
+    # registry.py makes it once a process; an ImportError says why it cannot be used here.
     def __init__(self) -> None:
         require_capability(9, "FlashAttention-4")
         from flash_attn.cute import interface

@@ -63,7 +63,8 @@ class OutputAccumulator:
             self._flush()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out [B, S, H, D]`` in the queries' dtype and ``lse [B, H, S]``; must be called once."""
+        """``out [B, S, H, D]`` in the queries' dtype, for the caller to write to, and
+        ``lse [B, H, S]``; must be called once."""
         if self._accumulators is not None:
             out, lse = self._accumulators
             return out.to(self._q.dtype), lse

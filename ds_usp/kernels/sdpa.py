@@ -34,6 +34,7 @@ class SdpaKernel(SingleTileKernel):
         deterministic=True,
     )
 
+    # registry.py makes it once a process; an ImportError says why it cannot be used here.
     def __init__(self) -> None:
         if Version(torch.__version__) < _MIN_TORCH:
             raise ImportError(

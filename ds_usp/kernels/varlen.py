@@ -41,8 +41,8 @@ Lengths = SeqLengths | None  # None: a single tile, tensors ``[B, S, heads, D]``
 
 class VarlenKernel(SingleTileKernel):
     """Base of kernels whose library takes several tiles in one call, and a soft cap. A kernel
-    implements :meth:`tile_forward` and :meth:`tile_backward`, which take a tile, or a call and its
-    :class:`SeqLengths`."""
+    implements :meth:`tile_forward` and :meth:`tile_backward`, which take a tile, or, through
+    :meth:`multi_tile_forward`, a call of several tiles and its :class:`SeqLengths`."""
 
     softcap = 0.0  # none
 
@@ -71,7 +71,8 @@ class VarlenKernel(SingleTileKernel):
         raise NotImplementedError
 
     def multi_tile_forward(self, qkv: QKV, call: KernelCall, scale: float) -> OutLse:
-        """One varlen call for all tiles; the tensors are the rows and columns of the call."""
+        """One varlen call for all tiles; tensors are the call's rows and columns, with samples, as
+        are out ``[B, S, H, E]`` and lse ``[B, H, S]``."""
         q, k, v = qkv
         packed = _pack_call(call, q.shape[0], q.device, _current_stream(q))
         packed_qkv = (
@@ -89,7 +90,7 @@ class VarlenKernel(SingleTileKernel):
         return _unflatten_tokens(out, packed.rows, q), lse
 
     def multi_tile_backward(self, saved: BackwardInputs, call: KernelCall, scale: float) -> QKV:
-        """One varlen call for all tiles; the tensors are the rows and columns of the call."""
+        """One varlen call for all tiles; tensors and gradients are the call's rows and columns."""
         dout, q, k, v, out, lse = saved
         packed = _pack_call(call, q.shape[0], q.device, _current_stream(q))
         lse = lse.transpose(0, 1).flatten(1)
