@@ -78,7 +78,7 @@ class PreparedLaunch:
     fixed: these are given in each call, in the kernel's order.
 
     Triton inspects every argument of every launch to find the compiled kernel: half of the CPU
-    time. Here it is one dictionary lookup by dtypes and alignments.
+    time. Here it is one lookup.
 
     Args:
         kernel: decorated by ``triton.jit``; its pointers come first, then its integers, then its

@@ -1,5 +1,4 @@
-"""Answers to imports of names that left after 0.1.0: what to write instead. It goes with 0.3.
-``ds_usp/__init__.py`` installs it once, when the package is imported."""
+"""Answers to imports of names that left after 0.1.0: what to write instead. It goes with 0.3."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class _Finder(MetaPathFinder):
 
 
 def answer_imports() -> None:
-    """Let an import of a module that left raise what to write instead."""
+    """Let imports of modules that left raise what to write instead, from ``import ds_usp`` on."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         # First: else a folder with nothing but bytecode of such a module would be a package.
         sys.meta_path.insert(0, _Finder())

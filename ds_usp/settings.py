@@ -445,7 +445,7 @@ def add_settings(
 
 
 def _any_integer(kind: Kind) -> Kind:
-    """A kind that leaves the bounds of integers to a check of the framework's arguments."""
+    """A kind that leaves the bounds of integers to ``megatron_patches``, after parsing."""
     if isinstance(kind, KeywordOr) and isinstance(kind.otherwise, Integer):
         return KeywordOr(kind.keyword, Integer(None))
     return Integer(None) if isinstance(kind, Integer) else kind
@@ -466,7 +466,7 @@ def dataclass_of(program: str, name: str) -> type:
 
 
 def table() -> str:
-    """All settings as a table of Markdown."""
+    """All settings as a table of Markdown, for the reference pages of the docs."""
     lines = ["| flag | default | takes | programs | what for |", "|---|---|---|---|---|"]
     for row in SETTINGS:
         shown = "" if row.default is None else f"`{row.default}`"

@@ -1,6 +1,6 @@
 """Point-to-point exchanges among the ranks of a group: post, compute, wait; and what they count.
 ``attention/kv_exchange.py`` and ``uniform_all_to_all.py`` use them in each forward and backward
-pass, on all ranks of the group in one order; what makes views of buffers communicates nothing."""
+pass; what makes views of buffers communicates nothing."""
 
 from __future__ import annotations
 
@@ -302,8 +302,8 @@ def _exchange(
     sends: Sequence[tuple[int, torch.Tensor]],
     recvs: Sequence[tuple[int, torch.Tensor]],
 ) -> list[dist.Work]:
-    """``torch.distributed.batch_isend_irecv`` without its checks, which take longer on the CPU
-    than a small message takes on the links."""
+    """``torch.distributed.batch_isend_irecv`` of pairs (rank of the group, dense tensor), without
+    its checks, which take longer on the CPU than a small message takes on the links."""
     device = (sends or recvs)[0][1].device
     # Backends of older torch lack the attribute. NCCL must coalesce, or a send waits for another.
     backend = group._get_backend(device)

@@ -24,10 +24,9 @@ being pulled                              0      0        reader sets free: idle
 ========================================  =====  =======  =====================================
 
 A flag that was waited for is cleared before it can be set again, so exchanges have no sequence
-number and a CUDA graph of them can be launched again and again. Flags of one step are one driver
-call: every call costs CPU time. NVLink multicast is never used. ``SequenceMesh.reserve`` makes an
-engine for each kind of traffic; in each forward and backward pass its channels acquire slots, post
-and wait, on all ranks of the group in one order.
+number and a CUDA graph of them can be launched again and again. NVLink multicast is never used.
+``SequenceMesh.reserve`` makes an engine for each kind of traffic; in each forward and backward pass
+its channels acquire slots, post and wait.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """All-to-alls of heads by FlashInfer's ``UlyssesCommunicator``: one kernel a tensor exchanges and
-transposes, which costs the host less than packing, flags and copies.
+transposes.
 
 The kernel runs on the current stream: nothing overlaps it, and it holds its SMs while a rank is
 late. So it is for calls that the host's work decides, where an attention call asks for it.

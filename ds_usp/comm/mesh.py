@@ -265,8 +265,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class SequenceMesh:
     """The ranks that share one sequence, seen from one of them.
 
-    Frozen: any number of them exist in one process. Build it with :meth:`from_group`, :meth:`build`
-    or :meth:`single`, at start, on every rank; it creates communicators of its own for the ring.
+    Build it with :meth:`from_group`, :meth:`build` or :meth:`single`, at start, on every rank; it
+    creates communicators of its own for the ring.
     Equal arguments give the same mesh. It belongs to the thread that first computes with it, until
     that thread ends; a second one needs a mesh over a group of its own, ``dist.new_group(ranks)``.
 

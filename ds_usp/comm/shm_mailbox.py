@@ -1,9 +1,9 @@
 """Shared-memory mailbox: records that the ranks of one node exchange without a collective.
 
 A rank writes its record and polls for the others', and wakes nobody: that takes a few microseconds,
-where a collective over sockets takes 130 of each CPU to start (16 cores, 2 ranks). A mesh opens it
-once; ``ConsistencyChecker`` posts and gathers a record in each comparison, on every rank, by this
-or by its ``GroupTransport``, which has the same methods.
+where a collective over sockets takes 130 of each CPU to start (16 cores, 2 ranks). In each
+comparison ``ConsistencyChecker`` posts and gathers a record on every rank, by this or by its
+``GroupTransport``, which has the same methods.
 """
 
 from __future__ import annotations

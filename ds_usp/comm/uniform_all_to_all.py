@@ -127,7 +127,7 @@ def plan_to_heads(
     rank: int, slices: TokenSlices, heads: tuple[HeadRange, ...], *tensors: Strided
 ) -> tuple[BufferSizes, PackPlan, tuple[HeadsRecv, ...]]:
     """Sizes of the exchange of tensors ``[B, s, H, D]``, how they are packed, and what copy engines
-    pull; a rank's own tokens go to the receive buffer ``[S, B, features]``, the ``out`` of each."""
+    pull; own tokens go to the receive buffer ``[S, B, features]``, the out of each tensor."""
     sizes = buffer_sizes(slices, heads, *[shape for shape, _ in tensors])
     tokens, batch, features = sizes.in_order
     row = batch * features

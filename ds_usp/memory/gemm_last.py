@@ -1,17 +1,16 @@
 """GEMM-last recomputation: backward recomputes the cheap producer of a linear layer's input.
 
-Norms, activation functions and the product of a gated MLP cost next to nothing to compute, and
-their outputs and saved tensors are half of what a layer saves. Here the linear layer (the
-consumer) does not save its input, nor does the producer save its own tensors: when the linear
-layer's backward needs its input, the producer runs once more, from its own input, which is saved
-anyway. No matrix product (GEMM) runs twice. The linear layer may be of any class: it is recognized
-by the tensor that it saves for backward.
+Norms, activation functions and the product of a gated MLP cost next to nothing, and what they keep
+for backward is half of a layer's. Here the linear layer (the consumer) does not save its input, nor
+does the producer save its own tensors: when the linear layer's backward needs its input, the
+producer runs once more, from its own input, which is saved anyway. No matrix product (GEMM) runs
+twice. The linear layer, of any class, is recognized by the tensor that it saves for backward.
 
 ``megatron_patches`` links norms and linear layers once, when it builds a layer, and calls
 :func:`recompute_before` in each forward pass of an MLP, on each rank. Nothing here communicates,
 except the hooks by which a producer's module gathers its weights (ZeRO-3), in both runs.
 
-Source: Kuaishou (Yuan et al., ATC 24), section 4.3, whose linear layers own their norm.
+Source: Kuaishou (Yuan et al., ATC 24), section 4.3.
 """
 
 from __future__ import annotations

@@ -248,8 +248,8 @@ class _Group:
         return _Handle(self, len(self._layers) - 1, hidden)
 
     def input(self, index: int) -> Tensor:
-        """The input of layer ``index`` of the group, for backward, once for each: the last layer's
-        comes first, and computes all others again too."""
+        """The input of layer ``index`` of the group, for backward, and no longer kept here; the
+        last layer's comes first, and computes those of all layers before it too."""
         if index == 0:
             return self._first()
         if index not in self._inputs:

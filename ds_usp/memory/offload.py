@@ -1,8 +1,7 @@
 """Activation offload: saved tensors of layers wait for their backward pass in host memory.
 
 What a layer saves is copied to the host while the next layer computes, and prefetched one layer
-before its backward pass; on the device are those of about three layers, however many there are. A
-ratio sets the fraction that is offloaded: what the link can copy while the device computes.
+before its backward pass; on the device are those of about three layers, however many there are.
 
 ``LayerMemory.run`` of ``layers.py`` enters :meth:`Offload.layer` for each layer of a forward pass,
 one :class:`Offload` a rank; all else runs from there, and in backward from autograd's hooks.
@@ -171,7 +170,7 @@ class _State(Enum):
 
 
 class _Layer:
-    """The saved tensors of one layer in one forward pass."""
+    """The saved tensors of one layer in one forward pass, by a pair of :func:`saved_tensors`."""
 
     # The graph refers to this through the saved tensors, and this only weakly to them.
 

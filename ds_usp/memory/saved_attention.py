@@ -121,7 +121,7 @@ def check_only_inputs_require_grad(attention: object, args: Sequence[object]) ->
 
 
 class Replay(torch.autograd.Function):
-    """Returns the outputs of a :class:`SavedCall`; backward runs its graph."""
+    """Returns the outputs of a :class:`SavedCall`, in both runs; backward runs its graph, once."""
 
     @staticmethod
     def forward(ctx: Any, call: SavedCall, *inputs: torch.Tensor) -> Outputs:
@@ -551,7 +551,7 @@ def current_autocast(device_type: str) -> Callable[[], torch.autocast]:
 
 
 class RandomState(NamedTuple):
-    """States of the CPU's generator and of one GPU's."""
+    """States of the CPU's generator and of one GPU's; None on a CPU or in a graph's capture."""
 
     device: torch.device
     cpu: torch.Tensor

@@ -1,7 +1,6 @@
 """Data loader for sequence parallelism: rank 0 of a mesh reads, all ranks get their shards.
 
-:class:`BatchBroadcast` is what every loader here and in the integrations sends batches by: each
-batch is a collective, in which rank 0 packs and all receive.
+:class:`BatchBroadcast` sends every loader's batches, here and in the integrations, collectively.
 """
 
 from __future__ import annotations

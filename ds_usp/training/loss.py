@@ -138,7 +138,8 @@ def chunked_token_losses(
 
 
 class WeightedLoss(torch.autograd.Function):
-    """The weighted sum of losses, whose gradients are computed and saved in the forward pass."""
+    """The weighted sum of losses, whose gradients are computed and saved in the forward pass. Takes
+    hidden ``[T, h]``, labels and loss weights ``[T]``, these in fp32 (fp64 for fp64)."""
 
     @staticmethod
     def forward(
