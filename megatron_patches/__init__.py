@@ -1,9 +1,8 @@
 """Run-time patches that use ds_usp in Megatron-LM, Megatron-DeepSpeed, megatron-core and DeepSpeed.
 
-A framework is a subpackage with a function ``patches(settings) -> PatchSet``; where it is a
-checkout and no installed package, also ``CHECKOUT``, which says how one is known, and
-``prepare(checkout)``, which makes it importable; and where it has patches of a script, the name of
-that module: ``SCRIPT``.
+They change this process alone: every rank applies them, and nothing here communicates. A framework
+is a subpackage with ``patches(settings) -> PatchSet``; where it is used from a checkout, also
+``CHECKOUT`` and ``prepare(checkout)``; where its script is patched, ``SCRIPT``, that module's name.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ def frameworks() -> tuple[str, ...]:
 
 
 def patch_set(framework: str, **settings: Any) -> PatchSet:
-    """Return what :func:`apply` would change, without a change.
-
-    Raises:
-        ConfigError: an unknown framework or setting.
-    """
+    """Return what :func:`apply` would change, without a change; ConfigError as of it."""
     if framework not in frameworks():
         raise ConfigError(f"unknown framework {framework!r}; there are {', '.join(frameworks())}")
     return _module(framework).patches(settings)
@@ -62,11 +57,8 @@ def checkout_of(framework: str) -> Checkout | None:
 
 
 def framework_of(path: Path) -> str:
-    """The framework whose checkout holds a path, the innermost one.
-
-    Raises:
-        ConfigError: a path that does not exist, or that is in the checkout of none or of several.
-    """
+    """The framework whose checkout holds a path, the innermost one; ConfigError for a path that
+    does not exist, or that is in the checkout of none or of several."""
     if not path.expanduser().exists():
         raise ConfigError(f"{path} does not exist; give a script of a checkout")
     checkouts = {name: checkout for name in frameworks() if (checkout := checkout_of(name))}
@@ -125,7 +117,10 @@ def restore() -> None:
 
 
 def check(framework: str, checkout: Path | None = None) -> str:
-    """Compare the installed framework, or a checkout of it, with the sources that are known.
+    """Compare a framework with the sources that are known; it is imported, and not changed.
+
+    Args:
+        checkout: as of :func:`prepare`.
 
     Returns:
         One line, and one for each edited function that is refused with some flag alone.
@@ -152,10 +147,13 @@ def check(framework: str, checkout: Path | None = None) -> str:
 
 
 def prepare(framework: str, checkout: Path | None) -> None:
-    """Make a checkout of a framework importable.
+    """Make a checkout of a framework importable, with stubs of packages that it does not need.
+
+    Args:
+        checkout: a path in it; None for a framework that is used as it is installed.
 
     Raises:
-        ConfigError: a path that is no checkout of it, or a framework that takes none.
+        ConfigError: a path that is in no checkout of it; none, or one, where it takes the other.
     """
     if checkout_of(framework):
         _module(framework).prepare(checkout)
@@ -164,7 +162,7 @@ def prepare(framework: str, checkout: Path | None) -> None:
 
 
 def table(framework: str) -> str:
-    """Return a Markdown table of what :func:`apply` changes, why, and against which source."""
+    """Return a Markdown table of what :func:`apply` changes, why, and in which source."""
     return patch_set(framework).markdown()
 
 

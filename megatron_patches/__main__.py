@@ -41,11 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _checkout(framework: str, path: str) -> Path | None:
-    """The checkout to compare: the path, else the framework's environment variable.
-
-    Raises:
-        ConfigError: a variable that names no folder.
-    """
+    """The checkout to compare: the path, else the framework's environment variable; None: neither.
+    ConfigError for a variable that names no folder."""
     checkout = megatron_patches.checkout_of(framework)
     variable = checkout.variable if checkout else ""
     from_environment = os.environ.get(variable, "")

@@ -1,4 +1,7 @@
-"""Checkouts of training frameworks: which one a path is in, and how it becomes importable."""
+"""Checkouts of training frameworks: which one a path is in, and how it becomes importable.
+
+Each process does so before it imports ``megatron``.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,14 @@ class Checkout:
     variable: str
 
     def root_of(self, path: Path) -> Path | None:
-        """The root of the checkout that holds ``path``, a file or a folder; None: in none."""
+        """The innermost root that holds ``path``, a file or a folder; None: it is in none."""
         path = path.expanduser().resolve()
         folders = (path, *path.parents)
         return next((folder for folder in folders if self._is_root(folder)), None)
 
     def find(self, path: Path | None) -> Path:
-        """The root of the checkout that holds ``path``.
-
-        Raises:
-            ConfigError: no path, one that does not exist, or that is in no checkout.
-        """
+        """:meth:`root_of` the user's path; ConfigError for none (None), one that does not exist, or
+        that is in no checkout."""
         if path is None:
             raise ConfigError(
                 f"give the path of a checkout of {self.name}, or set {self.variable}: git clone "
@@ -57,11 +57,8 @@ class Checkout:
         return f"{self.name} (no {', '.join(self.markers)} there or above it)"
 
     def prepend_to_path(self, root: Path) -> None:
-        """Let ``import megatron`` find this checkout before an installed megatron-core.
-
-        Raises:
-            ConfigError: another ``megatron`` or ``megatron.core`` is loaded already.
-        """
+        """Let ``import megatron`` find this checkout before an installed megatron-core; ConfigError
+        if another ``megatron`` or ``megatron.core`` is loaded already."""
         for name in ("megatron", "megatron.core"):
             loaded = getattr(sys.modules.get(name), "__path__", ())
             package = root.joinpath(*name.split("."))

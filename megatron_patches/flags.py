@@ -1,8 +1,9 @@
 """Checks the settings that the trainer and the patched Megatron-DeepSpeed and Megatron-LM share
 (``ds_usp.settings``), and makes of them what the planner and the transformer layers get.
 
-The planner reads Megatron-DeepSpeed's names of the arguments in all programs. Needs torch in
-:meth:`PlannedRun.choose_degree` and below alone, so that a parser starts without it.
+Every rank calls it while a program starts, without communication: when arguments are validated, and
+before layers are built (:meth:`PlannedRun.layer_memory`). torch is imported by
+:meth:`PlannedRun.choose_degree` and below alone: a parser starts without it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 # Of a GPU's memory; what is left is the CUDA context's, NCCL's, and fragmentation.
-_USABLE = 0.9
+_USABLE = 0.9  # for the offload ratio; for the degree it is Cluster.budget_bytes of the planner
 _WORKSPACE_BYTES = 2 * 2**30  # in no formula: cuBLAS, gradient buckets, attention workspaces
 
 # What every program refuses before its own checks.
@@ -58,7 +59,8 @@ CHECKPOINT_LAYERS_REFUSALS = (
 
 
 def check_mlp_chunks(args: Any, tokens: int) -> None:
-    """ConfigError for a negative number, and for more chunks of the MLP than a rank has tokens."""
+    """ConfigError for a negative number, and for more chunks of the MLP than ``tokens``, the least
+    that any rank has of a sequence."""
     chunks = args.usp_mlp_chunks
     if not 0 <= chunks <= tokens:
         raise ConfigError(
@@ -72,7 +74,8 @@ class PlannedRun:
     """One program's arguments as the planner and the layers read them.
 
     Args:
-        args: validated arguments, with Megatron-DeepSpeed's names.
+        args: validated arguments, with Megatron-DeepSpeed's names in all programs. One that is read
+            anew here has to be in ``megatron_lm/planned.py`` too, which maps Megatron-LM's.
         zero: DeepSpeed's ZeRO stage.
         world_size: ranks of the program.
         default_vocab: entries of the vocabulary before the program has read it.
@@ -90,8 +93,7 @@ class PlannedRun:
     overlap_gradients: bool = False
 
     def model_shape(self) -> ModelShape:
-        """The planner's :class:`ModelShape` of the program's arguments. They are of a dense model:
-        programs refuse others before."""
+        """Return the model as the planner has it: dense, as programs refuse others before."""
         args = self.args
         vocab = getattr(args, "padded_vocab_size", None) or args.vocab_size or self.default_vocab
         # The trainer has --disable-bias-linear as it stands, the frameworks as add_bias_linear.
@@ -144,19 +146,22 @@ class PlannedRun:
         )
 
     def choose_degree(self, *, on_gpu: bool) -> Choice:
-        """The Ulysses degree that ``auto`` stands for, with the planner's reasons.
+        """The Ulysses degree that ``auto`` stands for, ``ulysses``, and ``why``, lines to print;
+        ConfigError if the planner knows no such cluster, or no degree fits.
 
-        Raises:
-            ConfigError: the planner knows no such cluster, or finds that no degree fits.
+        Args:
+            on_gpu: plan for GPUs like the current one, else for CPUs; ``--usp-cluster`` goes first.
         """
         import torch
 
-        requested, ranks = self.args.usp_cluster, self.world_size
+        requested, ranks_on_node = self.args.usp_cluster, self.world_size  # cluster_of lowers it
         if on_gpu:
-            gpu, ranks = torch.cuda.get_device_properties(), min(ranks, torch.cuda.device_count())
-            cluster = cluster_of(requested, gpu.name, ranks, gpu.total_memory)
+            gpu = torch.cuda.get_device_properties()
+            ranks_on_node = min(ranks_on_node, torch.cuda.device_count())
+            # All of the memory: the planner keeps a margin itself.
+            cluster = cluster_of(requested, gpu.name, ranks_on_node, gpu.total_memory)
         else:
-            cluster = cluster_of(requested, "", ranks)
+            cluster = cluster_of(requested, "", ranks_on_node)
         # "auto" is solved when the degrees are known; a ratio that the user gave stays.
         solves_ratio = self.args.usp_offload_ratio == AUTO
         config = replace(self.parallel_config(), ulysses=1, ring=1)
@@ -165,13 +170,11 @@ class PlannedRun:
         return choose_ulysses(cluster, self.workload(), caps, config, self.world_size)
 
     def layer_memory(self, device: torch.device, **options: Any) -> LayerMemory:
-        """The memory policy of the flags for this rank's layers; Megatron-LM's make their own.
+        """The memory policy of the flags for this rank's layers; ConfigError as of
+        :func:`solved_ratio`. Megatron-LM's layers make their own.
 
         Args:
             options: further arguments of ``LayerMemory``, such as ``checkpoint``.
-
-        Raises:
-            ConfigError: the offload ratio ``auto`` where no GPU sets a budget, or nothing fits.
         """
         from ds_usp.memory import LayerMemory, Offload
 
@@ -197,14 +200,11 @@ def solved_ratio(
     device: torch.device,
     memory_bytes: float | None = None,
 ) -> float:
-    """The requested offload ratio; for ``auto`` the smallest with which the workload fits.
+    """The requested offload ratio, 0 to 1; for ``auto`` the smallest with which the workload fits,
+    whatever ``config.offload_ratio`` is. ConfigError for ``auto`` without a GPU, or if none fits.
 
     Args:
-        config: its ``offload_ratio`` does not matter.
-        memory_bytes: of the device; None: what the device reports.
-
-    Raises:
-        ConfigError: ``auto`` where no GPU sets a budget, or nothing fits.
+        memory_bytes: that the run may fill; None: ``_USABLE`` of the device's.
     """
     if not isinstance(requested, str):
         return requested

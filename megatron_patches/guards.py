@@ -1,4 +1,7 @@
-"""Whether a framework's code is the code that a patch was written for: version and source."""
+"""Whether a framework's code is the code that a patch was written for: version and source.
+
+``PatchSet.verify`` asks before anything is changed. What is compared gets imported.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class Guard:
         return ((digests,) if digests else ()) if isinstance(digests, str) else digests
 
     def missing(self) -> str:
-        """The requirement of the distribution, for pip; "" where some version of it is there."""
+        """The requirement of a distribution that is not there, for pip; "" where any version is."""
         if not self.distribution or _version_of(self.distribution) is not None:
             return ""
         return f"{self.distribution}{self.versions}"
@@ -60,8 +63,8 @@ class Guard:
         """The sentence that the original's source differs from all known fingerprints, if so.
 
         Args:
-            original: the object, or its target ``package.module:Class.name``, whose source is
-                read from the file: of every bypass, and of TorchScript, which has none itself.
+            original: the object of a patch, or a target ``package.module:Class.name``, whose source
+                is read from the file: that of a bypass, and of a TorchScript function.
         """
         if not self.fingerprints:
             return
@@ -98,8 +101,8 @@ def deepspeed_guard(source_sha256: str) -> Guard:
 
 
 def _version_of(distribution: str) -> str | None:
-    """The version of a distribution: of the package that is imported, where a checkout of it may
-    hide an installed one; None: there is none."""
+    """The version of a distribution, that of the imported package where a checkout of it may hide
+    an installed one; None: there is none."""
     try:
         if distribution in _VERSION_MODULES:
             module = importlib.import_module(_VERSION_MODULES[distribution])
@@ -110,13 +113,8 @@ def _version_of(distribution: str) -> str | None:
 
 
 def fingerprint(obj: Any) -> str:
-    """Digest of the syntax tree of a function, method or class, without docstrings.
-
-    Comments and formatting do not change it, nor does the version of Python.
-
-    Raises:
-        OSError, TypeError: there is no source to read.
-    """
+    """Digest of the syntax tree of a function, method or class, without docstrings: comments,
+    formatting and the version of Python do not change it. OSError, TypeError without a source."""
     return _digest(ast.parse(textwrap.dedent(inspect.getsource(_underlying_function(obj)))))
 
 
@@ -139,7 +137,7 @@ def fingerprint_at(target: str) -> str:
 
 
 def _digest(tree: ast.Module) -> str:
-    """SHA-256 of a canonical text of the tree, shortened."""
+    """SHA-256 of a canonical text of the tree, shortened: tables of patches hold such values."""
     return hashlib.sha256(_canonical(tree).encode()).hexdigest()[:_FINGERPRINT_DIGITS]
 
 

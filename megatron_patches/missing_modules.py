@@ -1,6 +1,7 @@
 """Modules that a framework imports, that are not installed, and that training does not need.
 
 A stub is installed only where the package is missing; using one raises, with what to install.
+``prepare`` of a framework installs them in each process, and ``restore`` leaves them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Stub:
         name: of the stub module.
         needs: the package whose absence makes it necessary.
         purpose: what the framework uses it for, with the package to install.
-        obsolete_after: the module that imports it, after which the stub is removed; "": it stays.
+        obsolete_after: the module that imports it, imported at once; then the stub is removed; "":
+            it stays.
     """
 
     name: str
@@ -57,7 +59,7 @@ def install_extension(name: str, source: str) -> None:
 
 
 def load_extension(name: str) -> None:
-    """Build and load an extension of :func:`install_extension` now."""
+    """Build and load an extension of :func:`install_extension` now; nothing where it is there."""
     module = sys.modules.get(name)
     if isinstance(module, _LazyModule):
         module.load()
@@ -79,10 +81,8 @@ class _Missing:
 
 
 class _MissingModule(ModuleType):
-    """Module in place of one that is not installed: it imports, and using an attribute fails.
-
-    Calling or testing an attribute raises ConfigError. Dunder attributes raise AttributeError,
-    so that Python's import and inspection work."""
+    """Module in place of one that is not installed: it imports, and calling or testing an attribute
+    raises ConfigError. Dunder ones raise AttributeError, so that import and inspection work."""
 
     def __init__(self, row: Stub) -> None:
         super().__init__(row.name, row.purpose)
@@ -115,14 +115,13 @@ class _LazyModule(ModuleType):
 
 
 def _build(name: str, source: str) -> ModuleType:
-    """Compile and import a C++ extension in torch's extension cache."""
+    """Compile and import a C++ extension in torch's extension cache, one rank at a time."""
     from torch.utils import cpp_extension
 
     package, _, module = name.rpartition(".")
     folder = importlib.import_module(package).__path__[0]
-    # cpp_extension brings pybind11's headers and a lock, so that concurrent ranks build once. Where
-    # the compiler links libstdc++ statically its symbols must stay local: mixed with those of the
-    # libstdc++ that torch has loaded, printing a number crashes.
+    # Where the compiler links libstdc++ statically its symbols must stay local: mixed with those of
+    # the libstdc++ that torch has loaded, printing a number crashes.
     return cpp_extension.load(
         name=module,
         sources=[str(Path(folder) / source)],

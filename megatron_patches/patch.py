@@ -1,4 +1,7 @@
-"""One change of a framework's code as data: target, replacement, reason, guard."""
+"""One change of a framework's code as data: target, replacement, reason, guard.
+
+``PatchSet`` verifies and writes them.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,8 @@ class PatchTarget:
 
     @classmethod
     def find(cls, target: str) -> PatchTarget:
-        """Import the module and look up the attribute's owner.
-
-        Args:
-            target: ``package.module:name`` or ``package.module:Class.name``.
-        """
+        """Import the module and look up the attribute's owner, of ``package.module:name`` or
+        ``package.module:Class.name``; ImportError, AttributeError without an owner."""
         module_name, _, path = target.partition(":")
         module = importlib.import_module(module_name)
         *outer, name = path.split(".")
@@ -43,7 +43,7 @@ class PatchTarget:
         return getattr(self.owner, self.name, ABSENT) if owned is ABSENT else owned
 
     def owned(self) -> Any:
-        """The attribute of the owner itself, not an inherited one."""
+        """The attribute of the owner itself, not an inherited one; else :data:`ABSENT`."""
         return vars(self.owner).get(self.name, ABSENT)
 
     def write(self, value: Any) -> None:
@@ -134,7 +134,7 @@ class Patch:
         return replace(self, target=f"{to}:{path}") if name == module else self
 
     def build(self, original: Any) -> Any:
-        """The value that replaces ``original``."""
+        """The value that replaces ``original``, which is :data:`ABSENT` where one is added."""
         if self.kind != "wrap":
             return self.replacement
         if isinstance(original, (staticmethod, classmethod)):

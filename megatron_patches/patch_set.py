@@ -1,4 +1,8 @@
-"""Patches of a framework: verified together, applied together, restored together."""
+"""Patches of a framework: verified together, applied together, restored together.
+
+Each process patches itself, before it runs the framework. The patched parsing of arguments calls
+:func:`apply_later` and :func:`verify_flag`.
+"""
 
 from __future__ import annotations
 
@@ -88,21 +92,14 @@ class PatchSet:
         self._apply(self.patches, script=False)
 
     def apply_later(self) -> None:
-        """Change the script too, once it runs as ``__main__``. A second call changes nothing.
-
-        Raises:
-            PatchError: a script that does not match.
-        """
+        """Change the script too, once it runs as ``__main__``; PatchError for one that does not
+        match. A second call changes nothing."""
         changed = {target.module.__name__ for target, _ in self._undo}
         patches = (p for p in self.later if p.target.partition(":")[0] not in changed)
         self._apply(patches, script=True)
 
     def verify_flag(self, flag: str) -> None:
-        """Compare what a flag of the framework bypasses, once it was parsed.
-
-        Raises:
-            PatchError: with all mismatches.
-        """
+        """Compare what a flag of the framework bypasses, once it was parsed; as :meth:`verify`."""
         if not self._unchecked:
             self.verify(self.bypassed_by(flag))
 
@@ -128,7 +125,7 @@ class PatchSet:
         self._restore(0)
 
     def _restore(self, undo_length: int) -> None:
-        """Undo the newest changes, down to a length of the undo list."""
+        """Undo the newest changes, until the undo list has this length."""
         modules = {target.module for target, _ in self._undo}
         while len(self._undo) > undo_length:
             target, original = self._undo.pop()
@@ -169,9 +166,8 @@ class PatchSet:
         return "\n\n".join(tables)
 
     def _apply_patch(self, patch: Patch) -> None:
-        """Write the patch's replacement to its target and to each alias in ``also_in``.
-
-        What each of them owned before is appended to the undo list."""
+        """Write the patch's replacement to its target and to each alias in ``also_in``; append what
+        each of them owned before to the undo list."""
         target = PatchTarget.find(patch.target)
         original = target.read()
         if original is ABSENT and patch.kind != "add":

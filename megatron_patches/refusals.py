@@ -1,4 +1,7 @@
-"""Options of a framework that are refused before any process group exists: rows of a table."""
+"""Options of a framework that are refused while a program checks its arguments: rows of a table.
+
+Each rank checks by itself, and all raise the same.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ class Refusal:
     """One refused option.
 
     Args:
-        applies: of the framework's arguments, and of what else :func:`refuse` is given.
-        reason: why; ``{name}`` stands for an argument.
+        applies: whether to refuse the parsed arguments, and what else :func:`refuse` is given.
+        reason: why; ``{name}`` stands for an argument's value, in ``fix`` too.
         fix: what works instead; empty where the reason says it.
     """
 
@@ -34,8 +37,8 @@ def refuse(rows: Iterable[Refusal], args: Any, *more: Any) -> None:
 
 
 def refuse_settings(tables: Mapping[str, Iterable[Refusal]], args: Any) -> None:
-    """:func:`refuse` what does not go together with settings that are used; ``tables`` are by the
-    settings' names."""
+    """:func:`refuse` what does not go together with settings that are used; ``tables`` are by name
+    of a ``ds_usp.settings.Setting``, not of its flag."""
     for name, rows in tables.items():
         if setting(name).is_used(setting(name).value_in(args)):
             refuse(rows, args)
@@ -46,6 +49,6 @@ def apart(reason: str, others: Mapping[str, Callable[..., object]]) -> tuple[Ref
 
     Args:
         reason: ``%s`` stands for the option, ``{name}`` for an argument.
-        others: an option -> whether it is set.
+        others: by option, a function of the arguments: whether it is set.
     """
     return tuple(Refusal(is_set, reason % option) for option, is_set in others.items())

@@ -18,7 +18,7 @@ from megatron_patches.patch_set import UNCHECKED_FLAG
 
 def main(argv: list[str] | None = None) -> None:
     """Patch the framework in whose checkout a script is, and run the script as ``__main__``, with
-    all other arguments.
+    all other arguments, until training has ended. The script is the first argument without ``-``.
 
     Raises:
         ConfigError: no script, or one that is in no checkout.
@@ -44,11 +44,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_as_main(script: Path) -> None:
-    """Run a script as ``__main__``.
-
-    A process that it spawns, as Megatron-LM does to save a checkpoint, imports this module for the
-    main one: the script, which is not patched there, would fail for a package that has a stub here.
-    """
+    """Run a script as ``__main__``. Processes that it spawns, as to save a checkpoint, import this
+    module for it: the script, unpatched there, would fail for a package that has a stub here."""
     module = ModuleType("__main__")
     module.__file__ = str(script)
     module.__spec__ = importlib.util.find_spec("megatron_patches.run")  # read by multiprocessing

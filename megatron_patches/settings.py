@@ -1,4 +1,5 @@
-"""The settings of ``megatron_patches.apply``: a frozen dataclass for each framework."""
+"""The settings of ``megatron_patches.apply``: a frozen dataclass for each framework, which its
+``patches(keywords)`` makes by :func:`read_settings`, on each rank by itself."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class MeshSettings:
 def read_settings(
     framework: str, settings_class: type[Settings], keywords: Mapping[str, Any]
 ) -> Settings:
-    """The settings of a framework from keywords; ConfigError for one that is none of them."""
+    """Make ``settings_class`` of the keywords of ``apply``; ConfigError for one that it lacks."""
     names = [field.name for field in fields(settings_class)]  # type: ignore[arg-type]
     unknown = sorted(set(keywords) - set(names))
     if unknown:

@@ -6,7 +6,11 @@ import hashlib
 
 
 def dropout_seeds(seed: int, step: int, *, pp: int, dp: int, sp: int, tp: int) -> tuple[int, int]:
-    """The seeds of one rank for one step, from its coordinates.
+    """The seeds of one rank for one step, before which each rank asks for them.
+
+    Args:
+        seed: the program's.
+        pp, dp, sp, tp: the rank's indices in its parallel groups.
 
     Returns:
         That of activations replicated over tensor-parallel ranks, equal on those ranks, and that
@@ -16,6 +20,6 @@ def dropout_seeds(seed: int, step: int, *, pp: int, dp: int, sp: int, tp: int) -
 
 
 def _hash_mix(*numbers: int) -> int:
-    """A seed of 63 bits, by a hash of the numbers."""
+    """A seed of 63 bits, the same on all machines and in a resumed run."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

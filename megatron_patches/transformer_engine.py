@@ -11,7 +11,7 @@ OLDEST = Version("2.9.0a0")  # that Megatron-LM core_v0.16 admits in its pyproje
 
 
 def what_is_missing() -> str:
-    """How the installation falls short of :data:`OLDEST`: an error's predicate; "" if not."""
+    """The predicate of an error's sentence, as "is not installed"; "" where it can be used."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "is not installed"
     try:

@@ -1,4 +1,9 @@
-"""Unified sequence parallelism as megatron-core's context parallelism."""
+"""Unified sequence parallelism as megatron-core's context parallelism.
+
+What takes ``original`` is called in its place (``patch_table.py``), on every rank: when groups,
+configurations and layers are made, :meth:`ContextParallel.rotary_shard` and
+:meth:`ContextParallel.prepare_inputs` in forward passes.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +41,10 @@ class Settings(MeshSettings):
 
     Args:
         ulysses_degree: None: the first of ``hierarchical_context_parallel_sizes`` where the program
-            gives them, otherwise all ranks of a context-parallel group. At context-parallel size 1
-            it has no effect, so that a program may be debugged on one rank without a change.
+            gives them, otherwise all ranks of a context-parallel group. No effect at size 1.
         layout: ``context_parallel`` is the order of megatron-core's own batch slicing and rotary
-            embedding; with another one the program has to shard both.
-        everywhere: USP attention also where ``context_parallel_size`` is 1. megatron-core's own
-            attention materializes all scores of a sequence.
+            embedding; with another one the program has to shard the batch.
+        everywhere: USP attention also where ``context_parallel_size`` is 1.
     """
 
     layout: str | ds_usp.TokenLayout = LAYOUT
@@ -52,8 +55,8 @@ class ContextParallel:
     """The functions that one :func:`megatron_patches.apply` puts into megatron-core.
 
     Attributes:
-        settings: read when groups and layers are made, so that a program may parse its arguments
-            after the patches were applied; None: megatron-core's attention and groups stay.
+        settings: may be set until groups and layers are made, as by Megatron-LM's parsed arguments;
+            None: megatron-core's attention and groups stay.
     """
 
     def __init__(self, settings: Settings | None) -> None:
@@ -62,11 +65,8 @@ class ContextParallel:
     def initialize_model_parallel(
         self, original: Callable[..., None], *args: Any, **kwargs: Any
     ) -> None:
-        """Check degrees, create megatron-core's groups, then the mesh. Collective over the world.
-
-        Raises:
-            ConfigError: degrees that do not multiply to the context-parallel size.
-        """
+        """Check degrees, create megatron-core's groups, then the mesh; ConfigError for degrees that
+        do not multiply to the context-parallel size. Collective over the world."""
         if self.settings is None:
             original(*args, **kwargs)
             return
@@ -97,14 +97,12 @@ class ContextParallel:
     ) -> None:
         """Initialize ``core``, an attention of megatron-core, as :class:`USPCoreAttention`.
 
-        The object changes its class, because layer specs and modules hold megatron-core's class by
-        name. A program that writes its own layer spec names ``USPCoreAttention`` there instead.
+        The object changes its class, because layer specs and modules hold megatron-core's by name.
 
         Raises:
             ConfigError: a layer that asks for another kind of context parallelism.
-            UnsupportedAttentionError: as :class:`USPCoreAttention`; a subclass that computes
-                something of its own in ``forward``.
-            MeshError: as :class:`USPCoreAttention`.
+            UnsupportedAttentionError, MeshError: as :class:`USPCoreAttention`; for a subclass with
+                a ``forward`` of its own.
         """
         settings, signature = self.settings, inspect.signature(original)
         # MLA gives them to any core attention; megatron-core's local one does not take them.
@@ -141,13 +139,11 @@ class ContextParallel:
         check: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ) -> None:
-        """``MambaMixer.__init__``, ``GatedDeltaNet.__init__``: the layer computes over the mesh.
+        """``MambaMixer.__init__``, ``GatedDeltaNet.__init__``: the layer computes over the mesh;
+        MeshError for one that is not the context-parallel group of the configuration.
 
         Args:
             check: raises for a layer, complete but for its sharding, that cannot be served.
-
-        Raises:
-            MeshError: the mesh is not the context-parallel group of the configuration.
         """
         if self.settings is None or config.context_parallel_size == 1:
             original(layer, config, *args, **kwargs)
@@ -183,7 +179,8 @@ class ContextParallel:
     def rotary_shard(
         self, original: Callable[..., Tensor], frequencies: Tensor, dim: int, group: Any
     ) -> Tensor:
-        """``get_pos_emb_on_this_cp_rank``, of the whole sequence, in the settings' layout."""
+        """``get_pos_emb_on_this_cp_rank`` of the whole sequence, whose tokens are along ``dim``, in
+        the settings' layout."""
         if self.settings is None or self.settings.layout == LAYOUT:
             return original(frequencies, dim, group)
         mesh, layout = self.mesh_over(group), self.settings.layout
@@ -223,7 +220,8 @@ class ContextParallel:
         return inputs, *rest
 
     def mesh_over(self, group: dist.ProcessGroup | None) -> ds_usp.SequenceMesh:
-        """The shared mesh of a group, with the Ulysses degree of the settings or of the program.
+        """The shared mesh of a group, with the Ulysses degree of the settings or of the program, as
+        :func:`check_degrees` chooses it too. The first call for a group is collective over it.
 
         Args:
             group: of a layer or a model; None: megatron-core's context-parallel group.
@@ -248,7 +246,7 @@ def check_degrees(
     names: Mapping[str, str] = KEYWORDS,
     **model: int,
 ) -> int:
-    """The Ulysses degree of context-parallel groups, the same as ``mesh_over`` gives a mesh.
+    """The Ulysses degree that ``mesh_over`` gives context-parallel groups, before there are any.
 
     Args:
         size: ranks of a group.
@@ -272,11 +270,8 @@ def check_degrees(
 
 
 def _uses_usp(arguments: dict[str, Any]) -> bool:
-    """Whether a layer's ``cp_comm_type`` selects USP attention.
-
-    Raises:
-        ConfigError: it is another kind, and no entry of the configuration is ``usp``.
-    """
+    """Whether a layer's ``cp_comm_type`` selects USP attention; ConfigError if it is another kind,
+    and no entry of the configuration is ``usp``."""
     kind, config = arguments.get("cp_comm_type"), arguments["config"]
     if kind in (None, USP):
         return True
@@ -290,15 +285,8 @@ def _uses_usp(arguments: dict[str, Any]) -> bool:
 
 
 def _refuse_own_forward(original: Callable[..., None], core: Any, layer_number: int) -> None:
-    """Refuse a subclass of megatron-core's attention whose ``forward`` would not be called, because
-    its object becomes another class.
-
-    Args:
-        original: ``__init__`` of megatron-core's class.
-
-    Raises:
-        UnsupportedAttentionError: with the name of the subclass.
-    """
+    """UnsupportedAttentionError for a subclass of megatron-core's attention, of which ``original``
+    is ``__init__``, whose own ``forward`` would not be called, as its object changes its class."""
     for cls in type(core).__mro__:
         if getattr(vars(cls).get("__init__"), "__wrapped__", None) is original:
             return

@@ -1,4 +1,8 @@
-"""megatron-core's ``core_attention`` module computed by ``ds_usp.usp_attention``."""
+"""megatron-core's ``core_attention`` module computed by ``ds_usp.usp_attention``.
+
+Options are refused when layers are built, on each rank. ``forward`` is collective over the mesh, in
+backward too.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ _DETERMINISTIC_ERROR = 2  # torch's mode that refuses nondeterministic kernels; 
 def layer_mask(
     attn_mask_type: AttnMaskType, config: TransformerConfig, layer_number: int
 ) -> ds_usp.MaskSpec:
-    """The mask rule of a layer: causal or full, with its window."""
+    """The mask rule of a layer, numbered from 1: causal or full, with its window."""
     right_of = {AttnMaskType.causal: 0, AttnMaskType.no_mask: None}
     if attn_mask_type not in right_of:
         raise UnsupportedAttentionError(
@@ -209,8 +213,7 @@ class USPCoreAttention(torch.nn.Module):
         mesh, kernel: as for ``ds_usp.usp_attention``.
         layout: kind of token layout where every rank has equally many tokens; or a
             ``TokenLayout``, also of a sequence that does not divide.
-        k_channels, v_channels, cp_comm_type: not needed: tensors have their head dims, and whether
-            a layer gets this class is decided before.
+        k_channels, v_channels, cp_comm_type: without effect.
         Others: megatron-core's, as of ``DotProductAttention`` and ``TEDotProductAttention``.
 
     Raises:

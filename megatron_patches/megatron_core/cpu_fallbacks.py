@@ -1,7 +1,7 @@
 """megatron-core and Megatron-LM on machines without a GPU, where "cuda" means the CPU.
 
-Each replacement gets the function of torch, or of Megatron, as its first argument. None of them is
-applied where there is a GPU.
+``cpu_patch_table.py`` names the functions of torch or of Megatron that they replace, where there is
+no GPU. Each gets the replaced function as its first argument, then the caller's arguments.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def architecture(original: Callable[[], int]) -> int:
 
 
 def with_one_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that leaves out groups or seeds where it counts no GPU."""
+    """Call a function that leaves out groups or seeds where it counts no GPU: it counts one."""
     count = torch.cuda.device_count
     torch.cuda.device_count = lambda: 1
     try:

@@ -21,7 +21,8 @@ _INITIALIZE = "megatron.training.initialize"
 
 
 def without_gpu() -> tuple[Patch, ...]:
-    """ "cuda" means the CPU: torch, and megatron-core's random states."""
+    """ "cuda" means the CPU: torch, and megatron-core's random states. The rows of
+    :mod:`without_apex` are among them, which apply with a GPU too."""
     p2p = _wrap(
         "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
         cpu_fallbacks.p2p_ops,

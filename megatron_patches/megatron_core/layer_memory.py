@@ -2,7 +2,8 @@
 recomputation, and an MLP in chunks of tokens.
 
 megatron-core 0.16 has it for norms (``recompute_modules=["layernorm"]``), on GPUs; the activation
-function of a dense MLP it recomputes together with the first product.
+function of a dense MLP it recomputes together with the first product. Megatron-LM's patches call
+:func:`save_less` once for each layer, when it was built; the layer's forward passes call the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ds_usp.memory import GemmLast, in_chunks, recompute_before
 
 
 def activate(config: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
-    """The activation function as ``MLP.forward`` applies it, without fusion.
+    """The activation function as ``MLP.forward`` of megatron-core 0.16 applies it, without fusion.
 
     Shapes:
         projected: ``[tokens, b, f]``, ``2 f`` of a gated MLP; bias: as wide, None: there is none;
@@ -39,8 +40,8 @@ def activate(config: Any, bias: Tensor | None, projected: Tensor) -> Tensor:
 
 
 def save_less(layer: TransformerLayer, recompute: str, chunks: int) -> None:
-    """Let a layer follow those memory settings of a run that are no wrapper around it: its MLP in
-    chunks, and GEMM-last recomputation of what is not in chunks; ConfigError as of these."""
+    """Let a layer follow ``--usp-recompute`` and ``--usp-mlp-chunks`` within it: the MLP in chunks,
+    and GEMM-last recomputation of what is not in chunks; ConfigError as of these."""
     if chunks > 1:
         mlp_in_chunks(layer, chunks)
     if recompute == "gemm-last":
@@ -53,11 +54,8 @@ def save_less(layer: TransformerLayer, recompute: str, chunks: int) -> None:
 
 def mlp_in_chunks(layer: TransformerLayer, chunks: int) -> None:
     """Compute all of a layer behind attention in so many chunks of this rank's tokens, each
-    recomputed in backward.
-
-    Raises:
-        ConfigError: a layer whose MLP is not dense, or that recomputes or offloads it already.
-    """
+    recomputed in backward; ConfigError for a layer whose MLP is not dense, or that recomputes or
+    offloads it already."""
     config = layer.config
     options = {
         "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
@@ -71,11 +69,8 @@ def mlp_in_chunks(layer: TransformerLayer, chunks: int) -> None:
 def _forward_mlp(
     layer: TransformerLayer, chunks: int, hidden: Tensor, *unsupported: Any, **options: Any
 ) -> Tensor:
-    """``TransformerLayer._forward_mlp`` in chunks: norm, MLP, bias and residual.
-
-    Shapes:
-        hidden ``[tokens, b, h]``, the result too.
-    """
+    """``TransformerLayer._forward_mlp`` in chunks: norm, MLP, bias and residual, of ``hidden
+    [tokens, b, h]``; ConfigError where the layer was given anything for inference."""
     if any(value is not None for value in (*unsupported, *options.values())):
         raise ConfigError(
             f"an MLP in chunks: the layer was given {unsupported} and {options} for its MLP, and "
@@ -85,13 +80,11 @@ def _forward_mlp(
 
 
 def recompute_gemm_last(layer: TransformerLayer, *, mlp: bool = True) -> None:
-    """Recompute a layer's norms and activation function in backward, but no matrix product.
+    """Recompute a layer's norms and activation function in backward, but no matrix product;
+    ConfigError for a layer that recomputes them already, or without a dense ``MLP``.
 
     Args:
-        mlp: also those of the MLP; without, it is recomputed in chunks.
-
-    Raises:
-        ConfigError: a layer that recomputes them already, or without a dense ``MLP``.
+        mlp: also those of the MLP; False where it is recomputed in chunks.
     """
     config = layer.config
     options = {
@@ -130,7 +123,7 @@ def _refuse(layer: TransformerLayer, feature: str, options: dict[str, bool]) -> 
 
 def _mlp(mlp: Any, hidden: Tensor, **unsupported: Any) -> tuple[Tensor, Tensor | None]:
     """``MLP.forward`` of a dense layer, whose activation function is recomputed before fc2's
-    backward."""
+    backward; the output, and the bias that the layer adds to it."""
     names = [name for name, value in unsupported.items() if value is not None]
     if names:
         raise ConfigError(f"GEMM-last recomputation: MLP.forward was given {names}")

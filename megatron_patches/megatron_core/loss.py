@@ -3,6 +3,9 @@
 Without ``calculate_per_token_loss`` megatron-core divides the loss of every rank by the rank's own
 number of loss tokens, and averages over ranks. That is the mean over all tokens only where ranks
 have as many each, which masks of the loss, padding and multi-token prediction do not give.
+
+These functions take the place of ``original`` in each micro batch's forward pass, on the ranks that
+compute its loss or its experts.
 """
 
 from __future__ import annotations
@@ -32,10 +35,8 @@ def forward_step_calc_loss(
     **kwargs: Any,
 ) -> Any:
     """``forward_step_calc_loss``, which divides what a loss function of three values returns (sum,
-    tokens, report) by the number of loss tokens of all context-parallel ranks.
-
-    Adds one all-reduce of a scalar over the context-parallel group to every micro batch of the last
-    pipeline stage, after the forward pass. A function of two values has divided itself.
+    tokens, report) by the number of loss tokens of all context-parallel ranks. Collective over
+    them, of a scalar. A function of two values has divided itself.
     """
     from megatron.core.utils import unwrap_model
 
@@ -75,16 +76,16 @@ def roll_tensor(
     context_parallel: ContextParallel,
 ) -> tuple[Tensor, Tensor]:
     """``roll_tensor`` of multi-token prediction: every token's next one in its document, and the
-    sum over all context-parallel ranks divided by their number.
+    sum over all context-parallel ranks divided by their number. Collective over them.
 
-    Losses of multi-token prediction are divided by that sum of the loss mask, and averaged over
-    ranks; the original sums a rank's own tokens. It also takes every shard for a zigzag, and
-    documents for packed without padding: for others the whole tensor is gathered, rolled and
-    sharded. The last token of a document and its padding become 0.
+    Losses are divided by that sum of the loss mask, and averaged over ranks. The original sums a
+    rank's own tokens, and takes every shard for a zigzag, and documents for packed without padding:
+    for others the whole tensor is gathered, rolled and sharded. The last token of a document and
+    its padding become 0.
 
     Args:
-        uses_sum: the caller uses the sum, as ``GPTModel`` does. If not, it may be this rank's own;
-            the multi-token layers, which drop it, save an all-reduce of a scalar.
+        uses_sum: the caller uses the sum, as ``GPTModel`` does. For the multi-token layers, which
+            drop it, it may be this rank's own, and an all-reduce is saved.
 
     Shapes:
         tensor: ``[b, s_local]``, or ``[..., b, s_local]``.

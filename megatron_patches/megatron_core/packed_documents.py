@@ -1,4 +1,5 @@
-"""The documents of megatron-core's ``PackedSeqParams``, as attention over ranks takes them."""
+"""The documents of megatron-core's ``PackedSeqParams``, as attention over ranks takes them: each
+layer asks in its forward pass, each rank reads its own copy, and only a refusal is sent."""
 
 from __future__ import annotations
 
@@ -48,12 +49,13 @@ def packed_documents(
     the places of documents in the tensors; ``cu_seqlens_q`` their lengths without padding.
 
     Args:
-        layout: of the layer.
+        params: ``PackedSeqParams``, whose offsets are of the whole sequence.
+        rule, layout: of the layer, without documents.
         tokens: ``[s_local, ...]``, read for its length and device alone.
 
     Raises:
-        UnsupportedAttentionError: another format, other documents of keys than of queries, offsets
-            that do not fit together, or a group of its own for the batch.
+        UnsupportedAttentionError: another format, offsets that do not fit, other documents of keys
+            than of queries, or a group of its own for the batch.
         ConfigError, LayoutError: documents that do not ascend from 0 to the end of the sequence;
             those of ``thd`` that do not divide into two chunks a rank. On others a MeshError.
     """
@@ -112,11 +114,7 @@ def _lengths_and_places(
     offsets: Mapping[str, Tensor],
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the documents' cumulative lengths without padding, and their borders in the tensors,
-    for each sample or once for all; from those of the offsets that are given.
-
-    Raises:
-        UnsupportedAttentionError: no documents, others of keys, or one longer than its place.
-    """
+    for each sample or once for all; from those of ``_OFFSETS`` that are given."""
     queries, keys, placed_queries, placed_keys = (
         offsets[name].tolist() if name in offsets else None for name in _OFFSETS
     )
@@ -175,16 +173,8 @@ def _layout_of_each_document(
     seq_len: int,
     mesh: ds_usp.SequenceMesh,
 ) -> ds_usp.TokenLayout:
-    """The layout of the format ``thd``: a zigzag over all ranks for each document.
-
-    Args:
-        layout: that megatron-core's groups were made for.
-        seq_len: tokens of the whole sequence.
-
-    Raises:
-        UnsupportedAttentionError: another layout than megatron-core's.
-        LayoutError: documents that do not divide into two chunks a rank.
-    """
+    """The layout of the format ``thd``: a zigzag over all ranks for each document, which is
+    refused if ``layout``, the layer's, is another than megatron-core's. ``seq_len`` is global."""
     if mesh.sp_degree == 1:
         return mesh.layout("contiguous", seq_len, places)
     kind = layout if isinstance(layout, str) else layout.kind

@@ -1,4 +1,4 @@
-"""The patches of megatron-core for USP attention."""
+"""The patches of megatron-core for USP attention: rows alone, which ``PatchSet`` applies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """megatron-core's layers that carry a state from token to token, over the ranks of a mesh.
 
 Each rank computes its own tokens with all heads of its tensor-parallel rank, and states travel
-(``ds_usp.affine_scan``): no exchange of heads, which megatron-core's Mamba has, and heads need not
-divide. The layers' own code runs, with other functions for its convolution and its recurrence.
+(``ds_usp.affine_scan``), in forward and backward: all ranks of the mesh have to call a layer. Its
+own code runs, with other functions for its convolution and its recurrence.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerSharding:
 
 
 class OneRank:
-    """A context-parallel group for ``MambaContextParallel``, which exchanges no heads then."""
+    """A context-parallel group for megatron-core's layers, which exchange and cut nothing then."""
 
     def size(self) -> int:
         """The size of the group."""
@@ -88,16 +88,11 @@ def mamba_mixer(
     packed_seq_params: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``MambaMixer.forward``, whose other arguments are for inference.
+    """``MambaMixer.forward``: ``[s_local, b, h]``, and the bias of the projection. Its other
+    arguments are for inference: UnsupportedAttentionError.
 
     In training it runs a kernel that fuses convolution and scan; here the same path as without
     ``use_mamba_mem_eff_path``.
-
-    Shapes:
-        ``[s_local, b, h]``, and the bias of the projection.
-
-    Raises:
-        UnsupportedAttentionError: inference.
     """
     sharding: LayerSharding | None = getattr(mixer, ATTRIBUTE, None)
     if sharding is None:
@@ -154,7 +149,8 @@ def gated_delta_net(
 def _on_mesh(
     function: Any, sharding: LayerSharding, packed: Any, replacements: dict[str, Callable[..., Any]]
 ) -> Any:
-    """A layer's function, with other ones under the names by which it calls kernels."""
+    """A layer's function, for one call with its ``packed`` documents, with other ones under the
+    names by which it calls kernels: ``replacements``, and :func:`_convolution`."""
     sharding = LayerSharding(sharding.mesh, sharding.layout, packed)
     kernels = function.__globals__
     replaced = {

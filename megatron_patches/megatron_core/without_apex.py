@@ -1,6 +1,6 @@
 """megatron-core where neither Apex nor TransformerEngine is installed, with a GPU or without.
 
-torch's norms and torch's Adam take their place there.
+torch's norms and torch's Adam take their place there. ``original`` is what a function replaces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXPERTS = "megatron.core.transformer.moe"
 
 
 def patches() -> tuple[Patch, ...]:
-    """The patches; where one of the packages is installed its own classes are used instead."""
+    """The patches, which change nothing where one of the packages is installed."""
     return (
         wrap(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
@@ -119,7 +119,8 @@ def load_state_dict(original: Callable[[Any, Any], None], optimizer: Any, loaded
 def set_states(
     original: Callable[..., None], optimizer: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
-    """``_set_main_param_and_optimizer_states``; the counter of steps was loaded before."""
+    """``_set_main_param_and_optimizer_states``: ``tensors`` are a checkpoint's of one weight, by
+    name; its counter of steps was loaded before, by :func:`load_state_dict`."""
     if _uses_torch():
         group, order = optimizer.model_param_group_index_map[model_param]
         main_param = optimizer.optimizer.param_groups[group]["params"][order]
