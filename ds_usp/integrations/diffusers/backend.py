@@ -26,10 +26,9 @@ def register_backend() -> None:
 
     Then ``transformer.set_attention_backend("usp")`` and, after it,
     ``transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=, ring_degree=))``
-    run attention over ulysses x ring, exactly, where diffusers' own hooks shard the tokens: of the
-    classes for which diffusers has a plan, for sampling, with numbers of tokens that the ranks
-    divide. :func:`enable` needs none of that. Where a transformer is not parallel the backend is
-    diffusers' ``native``. Calling it again changes nothing.
+    run attention over ulysses x ring, exactly, where diffusers' own hooks shard the tokens: of
+    classes with a plan of diffusers, for sampling, of tokens that the ranks divide. Where a
+    transformer is not parallel the backend is ``native``. Calling it again changes nothing.
 
     Raises:
         ConfigError: diffusers' table of backends is not as it was in 0.42.
@@ -61,7 +60,8 @@ def _attention(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    # diffusers' signature of a backend: tensors [b, s_local, h, d]. Called by every attention.
+    # diffusers' signature of a backend: tensors [b, s_local, h, d]. Called by every attention of a
+    # pass, on every rank; collective where the transformer is parallel.
     config = getattr(_parallel_config, "context_parallel_config", None)
     if config is None:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]

@@ -1,5 +1,8 @@
 """Branches of classifier-free guidance on ranks of their own: samples of a batch that holds both,
-or calls of a step, one for each branch."""
+or calls of a step, one for each branch.
+
+``enable`` makes the parts; ``ShardedTransformer`` splits and joins by them around each pass.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,8 @@ class Branches:
         self, class_name: str, arguments: dict[str, Any], plan: Plan, whole: SequenceMesh
     ) -> Branches:
         """These parts of ``whole``, or all of it as one part for a batch that they cannot share: an
-        odd one, and one branch by itself, as where guidance has ended or layers are skipped.
-
-        Raises:
-            UnsupportedAttentionError: autograd is on, or nothing says how large the batch is.
-        """
+        odd one, and one branch by itself, as where guidance has ended. UnsupportedAttentionError
+        if autograd is on, or nothing says how large the batch is."""
         if self.degree == 1:
             return self
         if torch.is_grad_enabled():
@@ -68,11 +68,8 @@ class Branches:
         return Branches(1, 0, whole) if len(arguments[batched]) % self.degree else self
 
     def split(self, class_name: str, arguments: dict[str, Any], plan: Plan) -> dict[str, Any]:
-        """The arguments with this part's samples of those that the plan says have a batch.
-
-        Raises:
-            UnsupportedAttentionError: an argument that the parts cannot share.
-        """
+        """The arguments with this part's samples of those that the plan says have a batch;
+        UnsupportedAttentionError for one that the parts cannot share."""
         if self.degree == 1:
             return arguments
         batched = plan.batched
@@ -94,6 +91,7 @@ class Branches:
         return inputs
 
     def _slice(self, name: str, value: Any, batch: int) -> Any:
+        """This part's samples of a list or a tensor, ``name`` in errors, that has all ``batch``."""
         if len(value) != batch:
             described = f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
             raise UnsupportedAttentionError(
@@ -121,11 +119,8 @@ class Branches:
         return value
 
     def join(self, out: Any, whole: SequenceMesh) -> Any:
-        """The outputs of all samples, from those of the parts of ``whole``. Collective.
-
-        Raises:
-            MeshError: outputs of other shapes or dtypes on some ranks.
-        """
+        """The outputs of all samples, from those of the parts of ``whole``. Collective; MeshError
+        for other shapes or dtypes on some ranks."""
         if self.degree == 1:
             return out
         # With other shapes on some ranks the gather would hang, or mix up what they send.

@@ -1,4 +1,7 @@
-"""Caches of diffusers that skip blocks of some passes, on the ranks of a mesh."""
+"""Caches of diffusers that skip blocks of some passes, on the ranks of a mesh.
+
+``ShardedTransformer`` asks for them before each pass; :func:`_changed` alone communicates.
+"""
 
 from __future__ import annotations
 
@@ -91,15 +94,12 @@ class Caches:
         return bool(self.text)
 
     def check(self, splits_branches: bool, splits_samples: bool, has_context: bool) -> None:
-        """Refuse what these caches cannot do.
+        """UnsupportedAttentionError for a cache that would decide otherwise than on one process.
 
         Args:
             splits_branches: parts of the mesh compute the calls of a step.
             splits_samples: they compute the samples of a batch.
             has_context: the pipeline has named the branch (``cache_context``).
-
-        Raises:
-            UnsupportedAttentionError: a cache that would decide otherwise than on one process.
         """
         cache_dit = [("cache-dit", None)] * self._is_cache_dit  # no hook, and no row in CACHES
         for name, hook in (*self._hooks, *cache_dit):
@@ -123,7 +123,8 @@ class Caches:
                 )
 
     def check_same_parts(self, divided_as_before: bool) -> None:
-        """UnsupportedAttentionError if caches hold tokens of other shards than this pass has."""
+        """UnsupportedAttentionError if caches hold tokens of other shards than this pass has, as it
+        is not ``divided_as_before``: over the same parts of the mesh as the pass before."""
         if not divided_as_before and any(_has_state(hook) for _, hook in self._hooks):
             raise UnsupportedAttentionError(
                 f"{self._name}: guidance is on in some steps and off in others, which with "

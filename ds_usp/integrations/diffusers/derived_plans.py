@@ -1,4 +1,5 @@
-"""Plans for classes that ds_usp has none for, from the plans of diffusers' own parallelism."""
+"""Plans for classes that ds_usp has none for, from the plans of diffusers' own parallelism; made
+by ``enable``, compared after the first pass."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def _is_served(entry: Any) -> bool:
 
 
 def check_first_pass(name: str, outputs: Any, expected: Any) -> None:
-    """UnsupportedAttentionError if outputs of the class ``name`` are not those of one process."""
+    """UnsupportedAttentionError if whole ``outputs`` of the mesh are not those ``expected`` of one
+    process, which this rank has computed; ``name`` is the transformer's class."""
     for x, y in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
         if not isinstance(x, Tensor):
             continue

@@ -1,4 +1,4 @@
-"""CUDA graphs of a transformer's forward passes, for sampling."""
+"""CUDA graphs of a transformer's forward passes, for sampling; each rank captures its own."""
 
 from __future__ import annotations
 
@@ -163,9 +163,6 @@ class ForwardGraphs:
     the tensors among the arguments, the values of the others and the ranks that compute a sample;
     all are dropped where modules or weights were replaced. With autograd nothing is captured.
 
-    Args:
-        transformer: whose ``forward`` it is; the arguments are this rank's shards by then.
-
     Attributes:
         own_hooks: the ids of ds_usp's hooks on its modules, which a replay may leave out.
     """
@@ -315,6 +312,7 @@ class ForwardGraphs:
         finally:
             self._recording = None
 
+    # Hooks before and after the modules whose outputs the plan shards: they may cache tensors.
     @disable_in_compile("a pass is captured in CUDA graphs")
     def watch(self, *_: Any) -> None:
         if self._recording is not None:

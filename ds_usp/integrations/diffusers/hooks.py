@@ -1,4 +1,5 @@
-"""The hooks that shard a transformer's forward passes."""
+"""The hooks that shard a transformer's forward passes: called on every rank of the mesh in each
+pass, and those inside again where a checkpoint computes blocks again in backward."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def check_transformer(transformer: nn.Module) -> Caches:
     """Refuse what diffusers may have switched on: its parallelism (ConfigError), and hooks that see
-    tokens (UnsupportedAttentionError) but for known caches, which it returns."""
+    tokens (UnsupportedAttentionError) but for known caches, which it returns. Before each pass
+    too."""
     name = type(transformer).__name__
     if getattr(transformer, "_parallel_config", None) is not None:
         raise ConfigError(
@@ -687,7 +689,7 @@ def _count_last(counts: Mapping[str, Kind], state: PassState, arguments: dict[st
 
 def leave_other_mesh(transformer: nn.Module, mesh: SequenceMesh) -> list[ShardedTransformer]:
     """Restore a transformer that is sharded over another mesh, and return what has sharded it, to
-    ``remove`` or ``install`` again. ConfigError for one of this mesh, or in a pass of it."""
+    ``remove`` or ``install`` again; ConfigError for one of this mesh, or in a pass of it."""
     hook_owners = [getattr(x, "__self__", None) for x in transformer._forward_pre_hooks.values()]
     on_other_mesh = [x for x in hook_owners if isinstance(x, ShardedTransformer)]
     for owner in on_other_mesh:

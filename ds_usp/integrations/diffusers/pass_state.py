@@ -1,4 +1,7 @@
-"""One forward pass of a sharded transformer: lengths, shards and the padding of its text."""
+"""One forward pass of a sharded transformer: lengths, shards and the padding of its text.
+
+``hooks.py`` makes one for each pass, on each rank; ``join`` and attention alone communicate.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class Options:
 def mesh_attention(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, seq_lens: Tensor | None = None
 ) -> Tensor:
-    """:func:`usp_attention` of ``[b, s_local, h, d]``, in the dtype that torch's own would have.
+    """:func:`usp_attention` of ``[b, s_local, h, d]``, in the dtype of torch's own. Collective.
 
     Args:
         seq_lens: those of the layouts, on the CPU, with which a compiled graph serves layouts of
@@ -174,8 +177,7 @@ class PassState:
 
     def shard(self, x: Tensor, token_dim: TokenDim, *, argument: bool = False) -> Tensor:
         """This rank's tokens of a tensor; the tensor itself if it has none, see :class:`TokenDim`.
-        With fewer tokens than ranks some get the first one, which stands in for none: modules need
-        not compute with a tensor of no tokens.
+        With fewer tokens than ranks some get the first one, which stands in for none.
 
         Args:
             argument: it is a module's argument, which the caller keeps while the module runs, else
@@ -385,13 +387,11 @@ class PassState:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scale: float | None
     ) -> Tensor:
-        """Attention of this rank's tokens with all. Collective.
+        """Attention of this rank's tokens with all, by sharded processors. Collective.
+        UnsupportedAttentionError for other numbers of tokens than this rank's.
 
         Shapes:
             q, k, v ``[b, s_local, h, d]``: this rank's shards, in the orders of ``tokens``.
-
-        Raises:
-            UnsupportedAttentionError: other numbers of tokens than this rank's.
         """
         if tokens not in self._calls:
             for kind in (*tokens.queries, *tokens.keys):

@@ -1,4 +1,5 @@
-"""The classes of diffusion transformers that are served: one :class:`Plan` for each."""
+"""The classes of diffusion transformers that are served: one :class:`Plan` for each, which
+``enable`` checks, and ``hooks.py`` and ``pass_state.py`` carry out in each pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention processors of diffusers whose attention runs over a mesh."""
+"""Attention processors of diffusers whose attention runs over a mesh, in place of stock ones."""
 
 from __future__ import annotations
 
@@ -38,13 +38,8 @@ class HoldsState(Protocol):
 
 
 def check_processor(module: nn.Module) -> None:
-    """Refuse the processor of an attention module if its attention cannot be sharded.
-
-    Raises:
-        ConfigError: it belongs to another enabled transformer.
-        UnsupportedAttentionError: IP-Adapters and other processors with weights, functions, norms
-            over tokens, or an attention backend.
-    """
+    """Refuse the processor of an attention module if its attention cannot be sharded: ConfigError
+    for that of another enabled transformer, else UnsupportedAttentionError."""
     processor, cls = module.processor, cast(Any, type(module.processor))
     name = cls.__name__
     if hasattr(processor, _OWNER):
@@ -73,8 +68,8 @@ def check_processor(module: nn.Module) -> None:
 
 
 def check_backend_of(processor: Any) -> None:
-    """Refuse a processor's own attention backend, or the process's, which it takes if it has none
-    and calls diffusers' dispatch; UnsupportedAttentionError but for ``native``."""
+    """UnsupportedAttentionError for an attention backend but ``native``: a processor's own, or the
+    process's, which it takes if it has none and calls diffusers' dispatch."""
     backend, cls = getattr(processor, _BACKEND, None), type(processor)
     check_backend(cls.__name__, backend)
     call = getattr(cls.__call__, "__wrapped__", cls.__call__)

@@ -62,9 +62,8 @@ def enable_vae(vae_or_pipeline: nn.Module | DiffusionPipeline, mesh: SequenceMes
 
     Every rank calls it, and later ``decode`` and ``encode``, with the same latents or images, and
     gets all of the result, equal to that of diffusers' own tiling on one rank. A rank's memory is
-    that of one tile being computed, and of the tiles that are joined. Any number of tiles; an image
-    that diffusers does not tile, as it is small, is computed by every rank. For sampling: no
-    gradients.
+    that of one tile being computed, and of the tiles that are joined. An image that diffusers does
+    not tile, as it is small, is computed by every rank. For sampling: no gradients.
 
     Args:
         vae_or_pipeline: a VAE of a class of :data:`TILED`, whose ``enable_tiling`` was called, or a
@@ -453,7 +452,8 @@ def _draws_nothing(name: str, device: torch.device) -> Iterator[None]:
 
 
 def assign(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that computes each tile, by size: the largest first, each to the one with least."""
+    """The rank that computes each tile, by ``sizes``: the largest first, each to the one with
+    least; every rank must get the same answer."""
     loads, owners = [0] * ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owner = loads.index(min(loads))
