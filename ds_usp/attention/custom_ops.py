@@ -275,7 +275,7 @@ def _with_lengths(values: Sequence[Any], seq_lens: OptionalTensor) -> Sequence[A
     if seq_lens is None:
         return values
     queries, keys = seq_lens.tolist()
-    lengths = {"layout_seq_len": queries, "kv_layout_seq_len": keys}
+    lengths = {"layout_seq_len": queries, "kv_layout_seq_len": keys}  # names by flatten
     return [*(_by_name(values) | lengths).values()]
 
 
@@ -378,7 +378,7 @@ def _attention(
     lse, chunks, number = run.lse, list[torch.Tensor](), None
     if save:
         number = torch.tensor(call_number, device="cpu")
-        if not plan.local_heads:
+        if not plan.local_heads:  # no shards are saved: its plan was not asked for ``recomputed``
             chunks = plan.pack_saved(run.saved, ())
         elif lse is None:
             lse = torch.cat([chunk.lse for chunk in run.saved], dim=1)
@@ -490,7 +490,8 @@ def _qkv_shapes(
 def _exchanged(
     exchange: HeadAllToAll, tensors: Sequence[torch.Tensor], mesh: SequenceMesh
 ) -> list[torch.Tensor]:
-    """Empty tensors of the shapes that these ``[b, s, h, d]`` have after an exchange to heads."""
+    """Empty tensors of the shapes that these ``[b, s, h, d]`` have after an exchange to heads: all
+    tokens of the ring rank, this rank's heads."""
     return [
         x.new_empty(x.shape[0], layout.ring_length(mesh.ring_rank), width, x.shape[3])
         for layout, width, x in zip(exchange.layouts, exchange.local_heads, tensors, strict=True)

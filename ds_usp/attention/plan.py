@@ -215,7 +215,8 @@ class AttentionPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def reserve_staging(self, device: torch.device) -> None:
-        """Reserve staging buffers of copy engines for a pass. Collective where they are too small.
+        """Reserve staging buffers of copy engines for a pass. Collective where they are too small,
+        on all ranks that exchange the kind at once, as all ask for the same sizes.
 
         Raises:
             MeshError: the memory cannot be shared, or a CUDA graph is being captured.

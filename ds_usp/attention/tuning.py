@@ -117,6 +117,7 @@ class Tuning:
         if gather == "auto":
             gather = size.flop > 0 and size.all_gathers_kv(chunks)
         use_copy_engines = self._resolve_copy_engines(q, mesh)
+        # Rank 0's heads, by which every rank decides.
         kv_heads = [split.chunk(chunks, index).keys[0] for index in range(chunks)]
         positions = chunk_positions(
             [stop - start for start, stop in kv_heads],
