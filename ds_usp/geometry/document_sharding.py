@@ -148,7 +148,7 @@ def _assign_documents(documents: Documents, ring: int, max_whole: int) -> list[_
 
 
 def _assign_zigzag(start: int, stop: int, loads: list[_RankLoad]) -> None:
-    """Two chunks of a document for each rank; what does not divide goes to the ranks with the
+    """Assign each rank two chunks of a document; what does not divide goes to the ranks with the
     fewest tokens."""
     ring = len(loads)
     even, rest = divmod(stop - start, 2 * ring)

@@ -155,7 +155,7 @@ def split_at_documents(segments: Sequence[Segment], borders: Sequence[int]) -> d
     """The segments of a shard by the document that they are in, split where documents begin.
 
     Args:
-        borders: cumulative sequence lengths (``cu_seqlens``); empty: all is one document.
+        borders: cumulative sequence lengths (``cu_seqlens``); empty: all is document -1.
     """
     documents: dict[int, list[tuple[Segment, int]]] = {}
     for segment, offset in with_offsets(segments):

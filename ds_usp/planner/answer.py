@@ -189,6 +189,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def _twice(plan: Plan, longer: SearchResult) -> str:
+    """Say with which settings twice the length fits, or what it lacks."""
     tokens = f"{longer.work.seq_len:,} tokens"
     if not longer.plans:
         first, *_ = infeasibility(longer)

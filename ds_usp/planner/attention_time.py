@@ -238,12 +238,7 @@ def attention_s(
 def _attention_s(
     cluster: Cluster, work: Workload, config: ParallelConfig, backward: bool
 ) -> AttentionTime:
-    """See :func:`attention_s`.
-
-    Args:
-        config: :meth:`ParallelConfig.of_attention`, so that a search that varies what no attention
-            call depends on finds the simulation in the cache.
-    """
+    """See :func:`attention_s`; ``config``: :meth:`ParallelConfig.of_attention`, the cache's key."""
     kernel = _kernel_s(cluster, work, config, backward)
     if config.sp == 1:
         return AttentionTime(kernel, 0.0, 0.0)

@@ -160,7 +160,7 @@ class Cluster:
 
 
 def _check_curve(name: str, curve: Curve) -> None:
-    """Points ascend by size; a fraction of the peak above 1 is in another unit."""
+    """Refuse sizes that do not ascend, and a share of the peak above 1."""
     sizes = [size for size, _ in curve]
     if not curve or sizes != sorted(set(sizes)) or sizes[0] <= 0:
         raise ConfigError(f"{name} needs points (size, share) with sizes that ascend, got {sizes}")
@@ -208,7 +208,7 @@ def load_cluster(requested: str) -> Cluster:
 
 
 def _cluster(name: str, content: Mapping[str, Any], file: str) -> Cluster:
-    """A cluster from one entry of a JSON file; ``file``: the file, for error messages."""
+    """A cluster from one entry of a JSON file; ``file``: for messages."""
     keys = {f.name for f in fields(Cluster)} - {"name"}
     wrong = {"unknown": set(content) - keys, "missing": keys - set(content)}
     if any(wrong.values()):

@@ -74,8 +74,6 @@ class LengthQuestion:
     def lengths(self) -> list[MaxLength]:
         """Find the degrees that go furthest, for each recomputation, without and with offload; then
         with one more setting in each row that trades time for length.
-
-        Memory grows with the sequence, so a bisection finds the end.
         """
         results = []
         for recompute in self.framework.recompute:
@@ -140,7 +138,8 @@ class LengthQuestion:
 
 
 def _bisect(evaluate: Callable[[int], MaxLength]) -> MaxLength:
-    """The longest length that fits: doubles until one does not, then halves the gap."""
+    """The longest length that fits, as memory grows with it: doubles until one does not, then
+    halves the gap."""
     low, high = 0, STEP
     while high < _MAX_TOKENS and not evaluate(high).limit:
         low, high = high, 2 * high

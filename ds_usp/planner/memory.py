@@ -499,8 +499,8 @@ def bucket_bytes(work: Workload, config: ParallelConfig) -> float:
 
 
 def gathered_bytes(work: Workload, config: ParallelConfig, *, at_loss: bool) -> float:
-    """Parameters that are gathered at the peak of a step, but the first one: then they are not
-    gathered ahead. 0 but in ZeRO-3, and on one rank, which gathers nothing.
+    """Bytes of gathered parameters, ``at_loss`` or in a layer's backward pass, of a step but the
+    first one, which gathers none ahead. 0 but in ZeRO-3, and on one rank.
     """
     # Ahead of their use they are gathered until LIVE_ELEMENTS are there, the last one whole; when a
     # layer runs backward the output projection's are gone, and a gradient that waits for its

@@ -101,6 +101,7 @@ class _Clock:
         self._left.setdefault(kind, seconds)
 
     def wait(self, wait: Instr) -> None:
+        """Let time pass until the exchange is done: exposed seconds."""
         post = wait._replace(op=type(wait.op)(wait.op.value[:-1]))
         start = self._now
         if post not in self._posted:

@@ -260,9 +260,10 @@ class _Collector:
         return self._micro_batches[key]
 
     def _cannot_fit(
-        self, base: ParallelConfig, micro_batch: int, recompute_mode: str, states_bytes: float
+        self, base: ParallelConfig, micro_batch: int, recompute_mode: str, states: float
     ) -> bool:
-        """Whether the smallest states and the fewest layers in flight exceed the budget."""
+        """Whether the smallest ``states``, in bytes, and the fewest layers in flight exceed the
+        budget."""
         if self.exhaustive:
             return False
         result = self._result
@@ -276,7 +277,7 @@ class _Collector:
         if base.checkpoint_layers > 1:
             resident_layers = min(2, layers)
         min_activations = resident_layers * self._bytes[key]
-        return states_bytes + min_activations + result.cluster.workspace_bytes > result.budget_bytes
+        return states + min_activations + result.cluster.workspace_bytes > result.budget_bytes
 
     def _virtual_stage_layers(self, base: ParallelConfig, micro_batch: int) -> list[int]:
         """Numbers of layers of a virtual stage to try; 0: all layers of a stage. Counts an outcome
@@ -358,7 +359,8 @@ class _Collector:
         return WITHIN_ERROR
 
     def _best_possible(self, config: ParallelConfig, chunk: int, cost: MicroBatch) -> float:
-        """MFU if only the layers, the head and the bubble took time."""
+        """MFU if only the layers, the head and the bubble took time; ``chunk``: layers of a virtual
+        stage, 0: all of a stage."""
         work = self._result.work
         chunk_layers = chunk or config.layers_per_stage(work.model)
         slots = config.micro_batches(work.global_batch)

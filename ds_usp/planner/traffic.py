@@ -170,7 +170,7 @@ class DomainTraffic:
 
 
 def group_of(config: ParallelConfig, axis: str) -> RankGroup:
-    """The group of an axis; ranks lie in the order tp, ulysses, ring, dp, pp.
+    """The group of an axis; ranks lie in the ``DEFAULT_ORDER`` of ``geometry/ranks.py``.
 
     Args:
         axis: tp | ulysses | ring | dp | pp, or ``zero``, which is dp x sp.
@@ -231,7 +231,7 @@ def exchange_s(
 
     Args:
         pattern: ``DIRECT`` or ``COLLECTIVE``, as of :func:`domain_traffic`.
-        messages: number of messages; each costs a latency.
+        messages: each costs a latency.
     """
     if group.size == 1 or sent_bytes <= 0:
         return 0.0

@@ -182,7 +182,7 @@ def affine_scan(
 
 
 def _check_out(out: object, dim: int, rows: int, tokens: int, source: str) -> str:
-    """The shape, but for the tokens; ConfigError if it is no output of so many tokens."""
+    """The shape as text without the tokens; ConfigError if it is no output of so many tokens."""
     if not isinstance(out, torch.Tensor):
         raise ConfigError(f"the output of {source} is a {type(out).__name__}, not a tensor")
     shape = list[object](out.shape)
