@@ -652,7 +652,7 @@ def _decode(encoded: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Whole numbers on the CPU, in one transfer."""
+    """Return whole numbers on the CPU, in one transfer; DataError for others."""
     for x in tensors:
         if x.is_floating_point():
             raise DataError(f"cu_seq_lens or position_ids of {x.dtype}: they are integers")

@@ -310,7 +310,6 @@ class _Registration:
     def _after(self, _: nn.Module, __: Any, out: Any) -> Any:
         shard = self._enabled._running.shard if self._enabled else None
         length = -1 if shard is None else shard.length
-        # A script's loss makes the mean over the ranks the gradient, and ZeRO-0 to 2 sum over them.
         if self._reduction == "sum":
             for name in [name for name in out if name != "loss"]:
                 out[name] = scale_gradients(out[name], length, 1 / self.mesh.sp_degree)

@@ -2,9 +2,8 @@
 
 Such a trainer makes its batches itself, from completions of its own model. Generation leaves the
 mesh: each rank runs the whole model, and the first rank of a mesh gives its completions to the
-others. The passes of log-probabilities and of the loss are sharded as any other. In rewards,
-advantages and logs each mesh is one process. ``trainer.attach`` calls what changes a trainer once,
-on every rank; what is put into it communicates, the functions themselves do not.
+others. In rewards, advantages and logs each mesh is one process. ``trainer.attach`` calls what
+changes a trainer once, on every rank; what is put into it communicates, the functions do not.
 """
 
 from __future__ import annotations

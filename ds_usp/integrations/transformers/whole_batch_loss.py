@@ -101,7 +101,8 @@ def _weighted(
     num_items_in_batch: Tensor | int,
     **__: Any,
 ) -> Tensor:
-    """A sum over tokens as those of :data:`SUMS_OVER_TOKENS`, each loss times its weight."""
+    """A sum over tokens as those of :data:`SUMS_OVER_TOKENS`, each loss times its weight, by the
+    sum of the whole batch's weights, ``num_items_in_batch``."""
     # In fp32, as the model's own loss is. Labels that do not count have a loss of 0.
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     losses = cross_entropy(scores, labels.flatten().to(scores.device), reduction="none")
@@ -349,12 +350,12 @@ class ChunkedHead:
             chunk_arguments: dict[str, Any] = dict(zip(token_names, parts, strict=True))
             return original(scores, labels, *args, **{**kwargs, **chunk_arguments})
 
-        rows = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(self._chunks, 1)
+        hidden_chunks = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(self._chunks, 1)
         tokens = [labels, *(kwargs[x] for x in token_names)]
         token_chunks = [x.reshape(1, -1).tensor_split(self._chunks, 1) for x in tokens]
         losses = [
             checkpoint(run, *chunk, use_reentrant=False)
-            for chunk in zip(rows, *token_chunks, strict=True)
+            for chunk in zip(hidden_chunks, *token_chunks, strict=True)
         ]
         return torch.stack(losses).sum()
 
