@@ -24,9 +24,9 @@ being pulled                              0      0        reader sets free: idle
 ========================================  =====  =======  =====================================
 
 A flag that was waited for is cleared before it can be set again, so exchanges have no sequence
-number and a CUDA graph of them can be launched again and again. NVLink multicast is never used.
-``SequenceMesh.reserve`` makes an engine for each kind of traffic; in each forward and backward pass
-its channels acquire slots, post and wait.
+number and a CUDA graph of them can be launched again and again. NVLink multicast is never used:
+``AttentionPlan.reserve_staging`` disables it around ``SequenceMesh.reserve``, which makes an engine
+for each kind of traffic. In each forward and backward pass its channels acquire slots, post, wait.
 """
 
 from __future__ import annotations
