@@ -146,8 +146,8 @@ class Degrees:
                 yield (
                     "tp does not divide the heads",
                     f"{named('tp')} must divide the {heads} query heads and the {kv_heads} "
-                    f"key/value heads. Use one of {_listed(math.gcd(heads, kv_heads))}; sequence "
-                    "parallelism serves any number of key/value heads",
+                    f"key/value head{'s' * (kv_heads > 1)}. Use one of {_listed(kv_heads)}; "
+                    "sequence parallelism serves any number of key/value heads",
                 )
         elif heads is not None and heads % tp:
             yield (

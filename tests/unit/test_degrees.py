@@ -78,6 +78,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"sp": 1, "heads": 6, "kv_heads": 4}, ("6 query heads", "4 key/value heads")),
     ({"sp": 1, "heads": 6, "kv_heads": 0}, ("6 query heads", "0 key/value heads")),
     ({"sp": 1, "heads": 8, "kv_heads": 4, "tp": 8}, ("--tp 8", "4 key/value heads", "1, 2, 4")),
+    ({"sp": 1, "heads": 8, "kv_heads": 1, "tp": 2}, ("--tp 2", "1 key/value head.", "one of 1;")),
     ({"sp": 1, "heads": 9, "tp": 2}, ("--tp 2", "9 query heads", "1, 3, 9")),
     ({"sp": 1, "heads": 8, "ffn": 20, "tp": 8}, ("--tp 8", "20", "1, 2, 4")),
     (
