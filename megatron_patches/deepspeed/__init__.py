@@ -18,12 +18,13 @@ _FRAMEWORK = "deepspeed"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(MeshSettings):
-    """Settings that ``megatron_patches.apply("deepspeed", ...)`` takes.
+    """Settings that ``megatron_patches.apply("deepspeed", ...)`` takes; all but ``also_in`` are
+    keywords of ``USPAttention``.
 
     Args:
-        layout: None is how batches are sharded for DeepSpeed (``contiguous``), so nothing else
-            changes, and is checked against the batches of a ``SequenceParallelDataLoader``;
-            ``zigzag`` balances causal work, but then the model's batches have to be sharded by it.
+        layout: None: ``contiguous``, as batches are for DeepSpeed, which is checked against those
+            of a ``SequenceParallelDataLoader``; ``zigzag`` balances causal work, but then the
+            model's batches have to be sharded by it.
         mask, softmax_scale, dropout_p: what the local attention computes, for a ring, where its
             class is not a known one.
         also_in: modules that have imported the class by name already, as ``package.module:Name``.

@@ -1,4 +1,7 @@
-"""Unified sequence parallelism in an unedited checkout of Megatron-DeepSpeed."""
+"""Unified sequence parallelism in an unedited checkout of Megatron-DeepSpeed.
+
+``megatron_patches`` calls :func:`prepare` and :func:`patches` before the script runs.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +40,16 @@ class Settings(MeshSettings):
 
 
 def prepare(checkout: Path | None) -> None:
-    """Make the checkout importable, with stubs of missing packages that training does not need.
-
-    Raises:
-        ConfigError: no path, or one that is in no checkout.
-    """
+    """Make the checkout importable, with stubs of missing packages that training does not need;
+    ConfigError for no path, one that is in no checkout, or another ``megatron`` that is loaded."""
     CHECKOUT.prepend_to_path(CHECKOUT.find(checkout))
     prepare_deepspeed()
     install_stubs()
 
 
 def patches(settings: Mapping[str, Any]) -> PatchSet:
-    """All patches: for sequence parallelism, for current packages, and for speed.
-
-    Args:
-        settings: defaults of the added flags: ``ulysses_degree``, ``layout`` and ``kernel``.
-
-    Raises:
-        ConfigError: an unknown setting.
-    """
+    """All patches: for sequence parallelism, for current packages, and for speed. ``settings`` are
+    those of :class:`Settings`; ConfigError for others."""
     return PatchSet(
         FRAMEWORK,
         (

@@ -1,4 +1,8 @@
-"""Arguments of Megatron-DeepSpeed: added flags, and refusals before any process group exists."""
+"""Arguments of Megatron-DeepSpeed: added flags, and refusals before any process group exists.
+
+A rank calls these once, at its start, without communication; :mod:`.groups` calls
+:func:`layer_memory`.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +69,11 @@ def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
 def validate_args(
     original: Callable[..., Any], args: Any, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
-    """``validate_args``, and checks of what the patches compute.
+    """``validate_args``, and checks of what the patches compute; then patches the script. In
+    ``args`` fusions, flash attention and the degree that ``auto`` stands for are set.
 
     Raises:
-        ConfigError, LayoutError: what cannot be trained exactly; the message has the fix.
+        ConfigError, LayoutError: what cannot be trained exactly.
         PatchError: a script that does not match.
     """
     _refuse_before(args)
@@ -92,8 +97,10 @@ def validate_args(
         ).check(ds_usp.Degrees.FLAGS)
         layout = ds_usp.TokenLayout(config.layout, args.seq_length, config.ulysses, config.ring)
         _choose_flash(args, config)
+        # bf16 does not matter here: ZeRO-0 sums its gradients in bf16, and so do ZeRO-1 and 2, with
+        # the same losses, unless data_types of DeepSpeed's configuration says fp32.
         check_zero_stage(run.zero, stages=args.pipeline_model_parallel_size, bf16=False)
-        refuse(args, _deepspeed_config(args))
+        refuse(args, _deepspeed_config(args))  # behind _choose_flash, whose result it reads
         apply_later(FRAMEWORK)
     flags.check_mlp_chunks(args, min(map(layout.length, range(layout.degree))))
     return validated
@@ -123,7 +130,7 @@ def _deepspeed_config(args: Any) -> Mapping[str, Any]:
 
 
 def planned_run(args: Any) -> flags.PlannedRun:
-    """The run as the planner and the transformer layers read it."""
+    """The run of validated arguments, as the planner and the transformer layers read it."""
     stage = int(_deepspeed_config(args).get("zero_optimization", {}).get("stage", 0))
     return flags.PlannedRun(
         args=args, zero=stage, world_size=args.world_size, default_vocab=_GPT2_VOCABULARY
@@ -131,7 +138,8 @@ def planned_run(args: Any) -> flags.PlannedRun:
 
 
 def layer_memory(args: Any) -> LayerMemory:
-    """Decide what layers save for backward, with Megatron-DeepSpeed's own activation checkpoint."""
+    """Decide what layers save for backward, with Megatron-DeepSpeed's own activation checkpoint;
+    ConfigError where ``--usp-offload-ratio auto`` has no answer."""
     from deepspeed.accelerator import get_accelerator
     from megatron.core import tensor_parallel
 
@@ -146,10 +154,8 @@ def layer_memory(args: Any) -> LayerMemory:
 
 
 def _auto_degree(run: flags.PlannedRun) -> int:
-    """The planner's degree, computed by each rank before there are groups; rank 0 prints why.
-
-    Ranks on GPUs of different kinds whose degrees differ are refused when they make groups.
-    """
+    """The planner's degree; rank 0 prints why."""
+    # Ranks on GPUs of different kinds whose degrees differ are refused when they make groups.
     choice = run.choose_degree(on_gpu=torch.cuda.is_available())
     if run.args.rank == 0:
         print("\n".join(choice.why), flush=True)  # noqa: T201 - as Megatron-DeepSpeed prints
@@ -157,11 +163,9 @@ def _auto_degree(run: flags.PlannedRun) -> int:
 
 
 def _choose_flash(args: Any, config: ds_usp.USPConfig) -> None:
-    """Keep a requested flash attention where it is installed and there is no ring.
-
-    Elsewhere rank 0 prints what computes attention instead. It is not refused: loss and memory are
-    the same, and a script that requests it also runs on machines without it.
-    """
+    """Keep a requested flash attention in ``args`` where it is installed and there is no ring."""
+    # Elsewhere it is not refused: loss and memory are the same without it, and a script that asks
+    # for it also runs on machines that lack it.
     installed = importlib.util.find_spec("flash_attn") is not None
     keep = installed and config.ring == 1 and config.kernel == "auto"
     requested = [name for name in _FLASH if getattr(args, name)]

@@ -1,4 +1,8 @@
-"""Self-attention of Megatron-DeepSpeed by ``ds_usp.usp_attention``, with rotary positions."""
+"""Self-attention of Megatron-DeepSpeed by ``ds_usp.usp_attention``, with rotary positions.
+
+Layers are built when :mod:`.groups` has set the state. Their forward passes, also those of a
+recomputation, are collective over the mesh.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +86,7 @@ class SequenceParallelAttention(torch.nn.Module):
 
         # For dropout: the tracked random state differs over tensor- and sequence-parallel ranks.
         with tensor_parallel.get_cuda_rng_tracker().fork():
-            out: Tensor = self.flash(q, k, v, 0)  # type: ignore[misc]
+            out: Tensor = self.flash(q, k, v, batch_dim_idx=0)  # type: ignore[misc]
         return out
 
 
@@ -94,7 +98,8 @@ def build_attention(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """``ParallelAttention.__init__``: its weights, and sequence-parallel attention beside them.
+    """``ParallelAttention.__init__``: its weights, and sequence-parallel attention beside them, if
+    the state is active; :func:`attend` looks for it.
 
     Raises:
         UnsupportedAttentionError: an attention that is not causal self-attention.
@@ -127,17 +132,15 @@ def build_attention(
 
 @contextmanager
 def _without_sequence_parallelism() -> Iterator[None]:
-    """Build the layer as Megatron-DeepSpeed does without sequence parallelism.
-
-    Its sequence-parallel layer needs a head a rank, no grouped queries and no tensor parallelism.
-    """
+    """Build the layer as Megatron-DeepSpeed does without sequence parallelism."""
     from megatron.core import parallel_state
 
+    # With it, a layer needs a head a rank, no grouped queries and no tensor parallelism.
     parallel_state.set_sequence_parallel_world_size(1)
     try:
         yield
     finally:
-        parallel_state.set_sequence_parallel_world_size(None)
+        parallel_state.set_sequence_parallel_world_size(None)  # the group's size counts again
 
 
 def attend(
@@ -148,11 +151,10 @@ def attend(
     encoder_output: Tensor | None = None,
     inference_params: Any = None,
     rotary_pos_emb: Any = None,
-    cpu_offloading: Any = None,
+    cpu_offloading: Any = None,  # without it the caller's ``except TypeError`` attends once more
 ) -> tuple[Tensor, Tensor | None]:
-    """``ParallelAttention.forward``: projections around sequence-parallel attention.
-
-    Takes ``cpu_offloading``: without it the caller's ``except TypeError`` runs attention twice.
+    """``ParallelAttention.forward``: projections around sequence-parallel attention, which takes
+    the mask from the state.
 
     Raises:
         UnsupportedAttentionError: token by token inference.
@@ -178,7 +180,8 @@ def contiguous_core_attention(
 
 
 def build_language_model(original: Callable[..., None], model: Any, *args: Any, **kw: Any) -> None:
-    """``TransformerLanguageModel.__init__`` without rotary embedding, which attention applies."""
+    """``TransformerLanguageModel.__init__``; its ``forward`` makes no rotary tables where attention
+    applies rotary positions."""
     from megatron import get_args
 
     original(model, *args, **kw)
@@ -193,7 +196,7 @@ def rotary_table(
     """Cosine and sine at the global positions of one rank's tokens, cached for all layers.
 
     Shapes:
-        two of ``[s_local, dim]``, fp32.
+        two of ``[s_local, dim]``, fp32; rank: of the mesh.
     """
     angles = rotary_frequencies(local_positions(layout, rank, device), dim, base)[:, 0, 0]
     return angles.cos(), angles.sin()

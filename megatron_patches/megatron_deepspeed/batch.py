@@ -1,4 +1,7 @@
-"""Sequence-sharded batches of ``pretrain_gpt.py``, its pipeline model and its data set index."""
+"""Sequence-sharded batches of ``pretrain_gpt.py``, its pipeline model and its data set index.
+
+Batches are made once a micro batch, on each rank of the first and the last pipeline stage.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,11 @@ class Batch(NamedTuple):
 
 def make_batch(data: dict[str, Tensor] | None) -> Batch:
     """Shard one micro batch, and set its mask for attention where documents are apart
-    (``--reset-attention-mask``). Collective over the tensor- and sequence-parallel ranks.
+    (``--reset-attention-mask``). Collective over the sequence-parallel group, or, with one rank a
+    sequence, over the tensor-parallel group.
 
     Args:
-        data: a batch of Megatron-DeepSpeed's data loader on the first of these ranks, else None.
+        data: ``{"text": [b, s + 1]}`` of the data loader on the group's first rank, else None.
     """
     from megatron import get_args, get_tokenizer
     from megatron.core import tensor_parallel
@@ -67,7 +71,7 @@ def make_batch(data: dict[str, Tensor] | None) -> Batch:
 def get_batch(
     original: Callable[..., Any], data_iterator: Iterator[dict[str, Tensor]] | None
 ) -> tuple[Tensor, Tensor, Tensor, None, Tensor]:
-    """The script's ``get_batch``; its own without sequence parallelism, else with None as mask."""
+    """The script's ``get_batch``: its own where the state is not active, else with None as mask."""
     if not get_state().active:
         return original(data_iterator)
     batch = make_batch(None if data_iterator is None else next(data_iterator))
@@ -77,7 +81,8 @@ def get_batch(
 def get_batch_pipe(
     data: dict[str, Tensor] | None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The script's ``get_batch_pipe``: inputs of the first stage, labels of the last."""
+    """The script's ``get_batch_pipe``, of DeepSpeed's engine: inputs of the first stage, labels of
+    the last."""
     batch = make_batch(data)
     return (batch.tokens, batch.position_ids), (batch.labels, batch.loss_mask)
 
@@ -99,11 +104,9 @@ def model_provider(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def build_index_mappings(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``_build_index_mappings`` with a barrier over tensor-parallel ranks after the first of them.
-
-    Rank 0 writes the index before barriers over its data- and pipeline-parallel groups. Under
-    sequence parallelism all tensor-parallel ranks read, which are in neither.
-    """
+    """``_build_index_mappings``, first on the first tensor-parallel rank, then on the others."""
+    # Rank 0 writes the index before barriers over its data- and pipeline-parallel groups. Under
+    # sequence parallelism all tensor-parallel ranks read, which are in neither.
     from megatron import get_args
     from megatron.core import parallel_state
 
@@ -111,10 +114,10 @@ def build_index_mappings(original: Callable[..., Any], *args: Any, **kwargs: Any
     if not (is_sequence_parallel or get_args().force_ds_sequence_parallel):
         return original(*args, **kwargs)  # one tensor-parallel rank reads
     group = parallel_state.get_tensor_model_parallel_group()
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
-    if not first:
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    if not is_first:
         dist.barrier(group=group)
     mappings = original(*args, **kwargs)
-    if first:
+    if is_first:
         dist.barrier(group=group)
     return mappings

@@ -70,7 +70,7 @@ _ALWAYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-# With a flag alone: what computes the same instead, and the functions.
+# With a flag alone, with which ``arguments.validate_args`` calls ``verify_flag``: as above.
 _WITH_FLAG: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
         "--usp-loss-chunks": (

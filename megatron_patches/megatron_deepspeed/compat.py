@@ -1,5 +1,6 @@
 """Lets Megatron-DeepSpeed start with current torch and CUDA, without apex, or on CPUs: stubs of
-missing packages, and patches. None of it is about sequence parallelism.
+missing packages, and patches. None of it is about sequence parallelism. Where no docstring says
+otherwise, a function runs once, when a rank starts, and communicates nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def multi_tensor_applier(
 def multi_tensor_l2norm(
     overflow: Tensor, tensors: Sequence[Sequence[Tensor]], per_parameter: bool
 ) -> tuple[Tensor, Tensor]:
-    """``amp_C.multi_tensor_l2norm``: the norm of all tensors together, and of each one."""
+    """``amp_C.multi_tensor_l2norm``: the norm of all of ``tensors[0]``, and each one's, always."""
     norms = torch.stack(torch._foreach_norm([x.float() for x in tensors[0]]))
     return norms.norm(), norms
 
@@ -105,17 +106,13 @@ _LAST_CUDA_WITH_VOLTA = 12
 
 
 def switch_off_missing_fusions(args: Any) -> None:
-    """Switch off up to three of Megatron's fusions in ``args``, whatever the flags.
-
-    Bias-dropout: always, since torch no longer fuses this TorchScript, and for a dropout of 0 it
-    still draws random numbers and saves a mask and all inputs for backward. Masked softmax: where
-    its CUDA kernels cannot be built. Gradient accumulation: where apex's extension
-    ``fused_weight_gradient_mlp_cuda`` is not installed.
-    """
+    """Switch off up to three of Megatron's fusions in parsed ``args``, whatever the flags."""
+    # Torch no longer fuses this TorchScript, and for a dropout of 0 it still draws random numbers
+    # and saves a mask and all inputs for backward.
     args.bias_dropout_fusion = False
     if not _can_build():
         args.masked_softmax_fusion = False
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:  # of apex
         args.gradient_accumulation_fusion = False
 
 
@@ -132,13 +129,12 @@ def set_jit_fusion_options(original: Callable[[], None]) -> None:
 
 
 def initialize_distributed(original: Callable[[], None]) -> None:
-    """``_initialize_distributed``, which sets ``args.local_rank`` of CPU ranks by NUMA nodes, which
-    DeepSpeed refuses."""
-    from deepspeed.accelerator import get_accelerator
+    """``_initialize_distributed``; then ``args.local_rank`` of CPU ranks is the launcher's: the
+    original takes it from NUMA nodes, which DeepSpeed's engine refuses."""
     from megatron import get_args
 
     original()
-    if get_accelerator().device_name() == "cpu":
+    if device_name() == "cpu":
         args = get_args()
         args.local_rank = dist.get_node_local_rank(fallback_rank=args.local_rank)
 
@@ -184,21 +180,22 @@ _STUBS = (
 
 def install_stubs() -> None:
     """Install a stub for every missing package; the checkout must be importable."""
-    if _on_cuda() and not missing_modules.exists("apex"):
+    if device_name() == "cuda" and not missing_modules.exists("apex"):
         sys.modules.update(apex_modules())
     missing_modules.install_stubs(_STUBS)
     missing_modules.install_extension(_HELPERS, "helpers.cpp")
 
 
 def compile_helpers(original: Callable[[], None]) -> None:
-    """``compile_helper``: build the index builder in torch's extension cache instead."""
+    """``compile_helper``: build the index builder in torch's extension cache instead, on rank 0."""
     missing_modules.load_extension(_HELPERS)
 
 
-def _on_cuda() -> bool:
+def device_name() -> str:
+    """The type of DeepSpeed's accelerator: ``cuda``, ``cpu``."""
     from deepspeed.accelerator import get_accelerator
 
-    return bool(get_accelerator().device_name() == "cuda")
+    return str(get_accelerator().device_name())
 
 
 wrap = partial(Patch, kind="wrap", purpose="To start with current packages, or without GPUs")

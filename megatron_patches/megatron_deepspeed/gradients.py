@@ -1,4 +1,7 @@
-"""Corrections of DeepSpeed's gradient reduction, scale and clipping; where its states wait."""
+"""Corrections of DeepSpeed's gradient reduction, scale and clipping; where its states wait.
+
+The reductions are collective: one a step, with ZeRO-3 one a bucket in backward.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,9 @@ from megatron_patches.megatron_deepspeed.state import find_state, get_state
 def reduce_gradients(
     original: Callable[..., None], engine: Any, grads: Any, elements_per_buffer: int
 ) -> None:
-    """``DeepSpeedEngine._reduce_non_expert_gradients`` over sequence-parallel ranks too.
-
-    Under a pipeline it reduces over the data-parallel group alone; without one over data- and
-    sequence-parallel ranks, which is right for both.
-    """
+    """``DeepSpeedEngine._reduce_non_expert_gradients`` over sequence-parallel ranks too."""
+    # Under a pipeline DeepSpeed reduces over the data-parallel group alone; without one over data-
+    # and sequence-parallel ranks, which is right for both.
     state = find_state()
     pipeline_parallelism = engine.pipeline_parallelism
     engine.pipeline_parallelism = pipeline_parallelism and not (
@@ -47,10 +48,8 @@ def scatter_gradients(
 
 def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize`` with gradient norm and clipping by ds_usp for ZeRO-0 in fp32, with
-    ZeRO-2's buckets large enough, and with ``--usp-states-on-host``.
-
-    For ZeRO-0 DeepSpeed reports no norm, and over pipeline stages it clips by a wrong one.
-    """
+    ZeRO-2's buckets large enough, and with ``--usp-states-on-host``."""
+    # Megatron-DeepSpeed passes keywords alone, and the configuration as a dict.
     config, optimizer, model = (kwargs.get(name) for name in ("config", "optimizer", "model"))
     if isinstance(config, Mapping) and model is not None:
         kwargs["config"] = config = with_large_enough_buckets(config, model.parameters())
@@ -59,9 +58,10 @@ def initialize_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     state = find_state()
     if state is not None and isinstance(config, Mapping) and optimizer is not None:
         is_sharded = state.is_sequence_parallel or state.grid.size("pp") > 1
-        reduced = any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
+        low_precision = any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
         stage = config.get("zero_optimization", {}).get("stage", 0)
-        if is_sharded and not reduced and stage == 0:
+        # Here DeepSpeed reports no norm, and over pipeline stages it clips by a wrong one.
+        if is_sharded and not low_precision and stage == 0:
             kwargs["config"] = own_clipping(config, optimizer, _parallel_groups())
     engine, *others = original(*args, **kwargs)
     if state is not None and get_args().usp_states_on_host and optimizer is not None:

@@ -57,10 +57,12 @@ def initialize_model_parallel(
     use_fp8: bool = False,
     use_distributed_optimizer: bool = False,
 ) -> None:
-    """Create every process group, and the mesh. Collective over the world.
+    """Create every process group, the mesh and the state, of validated arguments. Collective over
+    the world.
 
     Raises:
-        ConfigError: degrees that do not multiply to the world, or an interleaved pipeline.
+        ConfigError: degrees that do not multiply to the world, that differ between ranks, or an
+            interleaved pipeline.
     """
     from megatron import get_args
     from megatron.core import parallel_state
@@ -91,7 +93,7 @@ def initialize_model_parallel(
     rank, split = dist.get_rank(), pipeline_model_parallel_split_rank
     group_by_ranks: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {}
     for name, groups in group_table(grid, split, use_fp8).items():
-        if groups not in group_by_ranks:  # one group for variables with equal ranks
+        if groups not in group_by_ranks:  # one process group for variables with equal ranks
             group_by_ranks[groups] = _new_group(groups)
         setattr(parallel_state, name, group_by_ranks[groups])
     if use_distributed_optimizer:
@@ -106,25 +108,14 @@ def initialize_model_parallel(
     mesh = ds_usp.SequenceMesh.from_group(
         parallel_state._SEQUENCE_PARALLEL_GROUP, config.ulysses, config.order
     )
-    set_state(_state(args, config, grid, mesh))
-
-
-def _state(
-    args: Any, config: ds_usp.USPConfig, grid: ds_usp.RankGrid, mesh: ds_usp.SequenceMesh
-) -> FrameworkState:
-    """The state of validated arguments."""
-    return FrameworkState(
-        grid,
-        mesh,
-        mesh.layout(config.layout, args.seq_length),
-        config.kernel,
-        is_active(args),
-        layer_memory(args),
-    )
+    layout = mesh.layout(config.layout, args.seq_length)
+    active, memory = is_active(args), layer_memory(args)
+    set_state(FrameworkState(grid, mesh, layout, config.kernel, active=active, memory=memory))
 
 
 def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> ds_usp.RankGrid:
-    """The grid of a world; data parallelism takes what the other axes leave.
+    """The grid of a world, innermost axis first (Ulysses before ring, as in ``USPConfig.order``);
+    data parallelism takes what the other axes leave.
 
     Raises:
         ConfigError: the other axes do not divide the world.
@@ -139,10 +130,10 @@ def make_grid(world_size: int, *, tp: int, ulysses: int, ring: int, pp: int) -> 
 def group_table(
     grid: ds_usp.RankGrid, split: int | None = None, use_fp8: bool = False
 ) -> dict[str, tuple[Ranks, ...]]:
-    """The ranks of all groups of the world, by Megatron-DeepSpeed's variable.
+    """The global ranks of all groups of the world, by Megatron-DeepSpeed's variable.
 
     Args:
-        split: the pipeline stage at which a decoder begins.
+        split: the pipeline stage at which a decoder begins; None: no decoder.
         use_fp8: with the groups that reduce the maxima of fp8 tensors.
     """
     table = {name: grid.groups(*axes) for name, axes in _GROUP_AXES.items()}
@@ -170,7 +161,7 @@ def position_embedding_ranks(pipeline: Ranks, split: int | None) -> Ranks:
 
 
 def _new_group(groups: Sequence[Ranks], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Create all groups, which is collective; return the one that holds this rank."""
+    """Create all groups, which is collective; return the one that holds this rank, or None."""
     rank, own_group = dist.get_rank(), None
     for ranks in groups:
         group = dist.new_group(list(ranks), backend=backend)
@@ -179,7 +170,7 @@ def _new_group(groups: Sequence[Ranks], backend: str | None = None) -> dist.Proc
 
 
 def destroy_model_parallel(original: Callable[[], None]) -> None:
-    """``destroy_model_parallel``, which clears all variables."""
+    """``destroy_model_parallel``, which clears all variables and the state."""
     from megatron.core import parallel_state
 
     original()
@@ -190,12 +181,11 @@ def destroy_model_parallel(original: Callable[[], None]) -> None:
 
 def get_sequence_parallel_src_rank() -> int:
     """Global rank of the first rank of this rank's sequence-parallel group."""
-    ranks = get_state().grid.group_of(dist.get_rank(), "ulysses", "ring")
-    return ranks[0]
+    return get_state().grid.group_of(dist.get_rank(), "ulysses", "ring")[0]
 
 
 def getter(variable: str, query: Callable[[Any], Any]) -> Callable[[], Any]:
-    """A getter of ``parallel_state``: ``query`` of the group in ``variable``."""
+    """A getter of ``parallel_state``: ``query`` of the group in ``variable`` when it is called."""
 
     def get() -> Any:
         from megatron.core import parallel_state

@@ -1,4 +1,7 @@
-"""Token losses of the whole sequence on every rank that holds a shard of it."""
+"""Token losses of the whole sequence on every rank that holds a shard of it.
+
+Collective over the mesh, once a micro batch, in the last pipeline stage.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ def losses_of_hidden(
     """``post_language_model_processing``: with ``--usp-loss-chunks`` the losses without logits.
 
     Shapes:
-        lm_output ``[s_local, b, h]``, labels ``[b, s_local]``; result ``[b, s]``.
+        lm_output ``[s_local, b, h]``, labels ``[b, s_local]``, logit_weights ``[vocabulary / tp,
+        h]``; result ``[b, s]``. Without labels: logits.
     """
     from megatron import get_args
     from megatron.core import parallel_state
@@ -87,7 +91,7 @@ def pipeline_loss(
 
     Shapes:
         output: ``[s_local, b, vocabulary / tp]``; labels: ``[b, s_local]`` and the loss mask of the
-        whole sequence ``[b, s]``.
+        whole sequence ``[b, s]``; result: a scalar.
     """
     if not get_state().is_sequence_parallel:
         return original(output, labels)

@@ -1,5 +1,8 @@
 """Activation memory of Megatron-DeepSpeed's layers: ``--usp-recompute``, ``--usp-mlp-chunks``,
-``--usp-checkpoint-layers``, and the checks of all memory flags."""
+``--usp-checkpoint-layers``, and the checks of all memory flags.
+
+The state has its policy from ``arguments.layer_memory``.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +97,8 @@ _GEMM_LAST_REFUSALS = apart(
 
 
 def check_flags(args: Any) -> None:
-    """Check the memory settings in the validated arguments; ranges of chunks of an MLP are checked
-    where the layout is known.
+    """Check the memory settings in validated arguments; whether a rank has tokens for all chunks of
+    an MLP is checked where the layout is known.
 
     Raises:
         ConfigError: numbers out of range, or options that do not go together with a setting.
@@ -115,7 +118,8 @@ def _mlp_chunks() -> int:
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """``ParallelTransformerLayer.__init__``: norms are recomputed before the GEMM they feed."""
+    """``ParallelTransformerLayer.__init__``; for ``gemm-last`` its norms are recomputed before the
+    backward of the GEMM they feed."""
     original(layer, *args, **kwargs)
     if get_state().memory.recompute == "gemm-last":
         GemmLast.between(layer.input_layernorm, layer.self_attention.query_key_value)
@@ -127,7 +131,8 @@ def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs:
 def run_layer(
     original: Callable[..., Any], layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """``ParallelTransformerLayer.forward`` under the memory policy."""
+    """``ParallelTransformerLayer.forward`` under the memory policy, in which layer numbers
+    must rise."""
 
     def run(hidden: Tensor) -> Any:
         return original(layer, hidden, *args, **kwargs)

@@ -1,6 +1,7 @@
 """The patches of Megatron-DeepSpeed and DeepSpeed for sequence parallelism and activation memory.
 
-Those for current packages are in :mod:`.compat`, those for speed in :mod:`.speedups`.
+Those for current packages are in :mod:`.compat`, those for speed in :mod:`.speedups`. The
+README has all of them as tables.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Faster code for single functions of Megatron-DeepSpeed and DeepSpeed, with the same results.
 
-It has nothing to do with sequence parallelism, and can be left out: a step of GPT 1.3B then takes
-1.27 times as long at 16K tokens, one of 8 layers at 8K 1.20 times
-(``megatron_deepspeed_speedups.csv`` of the benchmarks' results, 2 H200).
+It has nothing to do with sequence parallelism, and can be left out: a step of GPT 1.3B on
+16K tokens then takes 1.27 times as long (``megatron_deepspeed_speedups.csv``, 2 H200).
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ from megatron_patches.guards import deepspeed_guard, source_guard
 from megatron_patches.patch import Patch
 
 # ------------------------------------------------------------------------------------------------
-# GELU with its bias.
+# GELU with its bias. Without nvfuser, which torch 2.6 no longer has, each of the original's ten
+# operations is a kernel.
 
 
 def gelu(original: Callable[..., Tensor], ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-    """``GeLUFunction.forward``: tanh GELU of ``x + bias``, on GPUs in two kernels of torch.
-
-    Megatron-DeepSpeed relies on TorchScript's nvfuser, which torch 2.6 no longer has: each of the
-    ten operations is a kernel.
-    """
+    """``GeLUFunction.forward``: tanh GELU of ``[s, b, f] + [f]``, on GPUs in two kernels."""
     if not x.is_cuda:
         return original(ctx, x, bias)
     ctx.save_for_backward(x, bias)
@@ -109,6 +105,9 @@ def _is_foreach_compatible(gradients: list[Tensor]) -> bool:
 
 # ------------------------------------------------------------------------------------------------
 # ``torch.tensor`` of a number without a synchronization of CPU and GPU.
+#
+# ``torch.tensor(0.0, device="cuda")`` copies 4 bytes and waits for all launched kernels. Twice a
+# layer, that leaves the GPU idle for an eighth of the time of GPT 1.3B on 16K tokens (2 H200).
 
 
 def _tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
@@ -123,11 +122,7 @@ def _tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
 
 
 def lazy_sync_torch() -> ModuleType:
-    """``torch`` for one importer, with a ``tensor`` that does not synchronize CPU and GPU.
-
-    ``torch.tensor(0.0, device="cuda")`` copies 4 bytes and waits for all launched kernels. Twice a
-    layer, that leaves the GPU idle for an eighth of the time of GPT 1.3B on 16K tokens (2 H200).
-    """
+    """``torch`` for one importer, with a ``tensor`` that does not synchronize CPU and GPU."""
     module = ModuleType("torch")
     # Other attributes are looked up in torch at each use: profilers and ZeRO replace some later.
     vars(module).update(tensor=_tensor, __getattr__=partial(getattr, torch))

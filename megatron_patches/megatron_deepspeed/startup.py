@@ -18,11 +18,9 @@ def pretrain(
     **kwargs: Any,
 ) -> Any:
     """Wrapper of ``training.pretrain``: looks up the script's ``model_provider`` by its name when
-    a model is built.
-
-    The script passes the function before a later patch replaces it. A provider that its
-    module does not have under its name is called as it is.
-    """
+    a model is built."""
+    # The script passes it before it is patched (by arguments.validate_args, inside the original). A
+    # provider that its module does not have under its name is called as it is.
     script = sys.modules.get(getattr(model_provider, "__module__", SCRIPT))
     name = getattr(model_provider, "__name__", "")
 

@@ -1,6 +1,6 @@
 """State of the patches in this process: grid of ranks, mesh, token layout, kernel, memory policy.
 
-One value, set with Megatron-DeepSpeed's process groups and on the same module:
+One value, set with Megatron-DeepSpeed's process groups (:mod:`.groups`) and on the same module:
 ``megatron.core.parallel_state``.
 """
 
@@ -78,12 +78,13 @@ def get_state() -> FrameworkState:
 
 
 def set_state(state: FrameworkState | None) -> None:
-    """Set the state; None: the groups were destroyed."""
+    """Set the state and clear the mask; None: the groups were destroyed."""
     setattr(_holder(), _STATE, state)
+    setattr(_holder(), _MASK, None)
 
 
 def current_mask() -> ds_usp.MaskSpec:
-    """The mask of the current micro batch, which all layers share."""
+    """The mask of the current micro batch, which all layers share; causal by default."""
     return getattr(_holder(), _MASK, None) or ds_usp.MaskSpec.causal()
 
 

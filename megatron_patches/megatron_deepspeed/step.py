@@ -1,4 +1,4 @@
-"""A training step with dropout seeds of its own."""
+"""A training step with dropout seeds of its own; ``megatron_lm/step.py`` has Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from megatron_patches.step import dropout_seeds
 
 
 def seed_step(flags: Any) -> None:
-    """Seed this step, where sequences are sharded and dropout is on."""
+    """Seed this step, where sequences are sharded and dropout is on; ``curr_iteration`` counts
+    the steps before."""
     if get_state().is_sequence_parallel and max(flags.hidden_dropout, flags.attention_dropout) > 0:
         _seed(flags.seed, flags.curr_iteration)
 

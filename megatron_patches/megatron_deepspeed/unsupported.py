@@ -1,4 +1,7 @@
-"""Options that cannot be trained exactly with sharded sequences: one row each."""
+"""Options that cannot be trained exactly with sharded sequences: one row each.
+
+``arguments.validate_args`` calls both functions; ``memory.py`` has the rows of memory settings.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +9,49 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_patches import refusals
+from megatron_patches.megatron_deepspeed.compat import device_name
 from megatron_patches.refusals import Refusal
-
-
-def _on_cpu() -> bool:
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().device_name() == "cpu")
-
 
 # Options that fail in Megatron-DeepSpeed or DeepSpeed itself, with sharded sequences or not.
 _FRAMEWORK_FAILURES = (
     Refusal(
-        lambda args, _: args.distribute_saved_activations,
+        lambda args: args.distribute_saved_activations,
         "--distribute-saved-activations (tensor parallel {tensor_model_parallel_size}) looks for "
         "a field that Megatron-DeepSpeed's TransformerConfig does not have",
         "Leave it out: --usp-offload-ratio 1 offloads what layers save to host memory",
     ),
     Refusal(
-        lambda args, _: args.distribute_checkpointed_activations,
+        lambda args: args.distribute_checkpointed_activations,
         "--distribute-checkpointed-activations copies to a buffer for sequences of whole length",
         "Leave it out: --usp-offload-ratio 1 offloads what layers save to host memory",
     ),
     Refusal(
-        lambda args, _: args.init_method_xavier_uniform,
+        lambda args: args.init_method_xavier_uniform,
         "--init-method-xavier-uniform sets a field that TransformerConfig does not have",
         "Leave it out; --init-method-std sets the width of the normal distribution",
     ),
     Refusal(
-        lambda args, _: args.cpu_optimizer and args.cpu_torch_adam,
+        lambda args: args.cpu_optimizer and args.cpu_torch_adam,
         "--cpu_torch_adam uses torch where Megatron-DeepSpeed does not import it",
         "Leave it out, or offload the optimizer in DeepSpeed's configuration (zero_optimization)",
     ),
     Refusal(
-        lambda args, _: args.log_params_norm,
+        lambda args: args.log_params_norm,
         "--log-params-norm takes the list of models for one, and fails at the first log line",
         "Leave it out; the gradient norm is logged without it",
     ),
     Refusal(
-        lambda args, _: args.lazy_mpu_init,
+        lambda args: args.lazy_mpu_init,
         "--lazy-mpu-init leaves the process groups to another program, which does not make them",
         "Leave it out",
     ),
     Refusal(
-        lambda args, _: args.log_optimizer_states_to_tensorboard and args.optimizer == "sgd",
+        lambda args: args.log_optimizer_states_to_tensorboard and args.optimizer == "sgd",
         "--log-optimizer-states-to-tensorboard reads Adam's states, and --optimizer is {optimizer}",
         "Leave one of the two out",
     ),
     Refusal(
-        lambda args, _: (
+        lambda args: (
             args.checkpoint_activations
             and not args.deepspeed_activation_checkpointing
             and args.no_pipeline_parallel
@@ -63,12 +60,14 @@ _FRAMEWORK_FAILURES = (
         "Add --deepspeed-activation-checkpointing, or use --usp-recompute full instead",
     ),
     Refusal(
-        lambda args, _: args.checkpoint_in_cpu and args.checkpoint_activations and _on_cpu(),
+        lambda args: (
+            args.checkpoint_in_cpu and args.checkpoint_activations and device_name() == "cpu"
+        ),
         "--checkpoint-in-cpu where there is no GPU: DeepSpeed frees the tensors that it saves",
         "Leave it out: they are in host memory already",
     ),
     Refusal(
-        lambda args, _: (
+        lambda args: (
             args.partition_activations and args.checkpoint_activations and args.no_pipeline_parallel
         ),
         "--partition-activations (tensor parallel {tensor_model_parallel_size}) without a pipeline "
@@ -77,7 +76,7 @@ _FRAMEWORK_FAILURES = (
         "out --no-pipeline-parallel",
     ),
     Refusal(
-        lambda args, _: (
+        lambda args: (
             args.contigious_checkpointing
             and args.checkpoint_activations
             and not args.partition_activations
@@ -88,6 +87,7 @@ _FRAMEWORK_FAILURES = (
 )
 
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+# Rows of the arguments and of DeepSpeed's configuration, a dict.
 _REFUSALS = (
     Refusal(
         lambda args, _: not args.deepspeed,
@@ -204,14 +204,11 @@ _REFUSALS = (
 
 
 def refuse(args: Any, deepspeed_config: Mapping[str, Any]) -> None:
-    """Refuse options of validated arguments, where ds_usp computes attention.
-
-    Raises:
-        ConfigError: the first row that applies.
-    """
+    """ConfigError for options of validated arguments, where ds_usp computes attention;
+    ``use_flash_attn`` must be what ``arguments._choose_flash`` leaves of it."""
     refusals.refuse(_REFUSALS, args, deepspeed_config)
 
 
 def refuse_framework_failures(args: Any) -> None:
-    """ConfigError for options that fail in Megatron-DeepSpeed itself, before its own checks."""
-    refusals.refuse(_FRAMEWORK_FAILURES, args, {})
+    """ConfigError for options that fail in Megatron-DeepSpeed, before its own checks."""
+    refusals.refuse(_FRAMEWORK_FAILURES, args)

@@ -1,4 +1,7 @@
-"""Unified sequence parallelism in an unedited checkout of Megatron-LM, core_v0.16."""
+"""Unified sequence parallelism in an unedited checkout of Megatron-LM, core_v0.16.
+
+``megatron_patches`` calls :func:`prepare` and :func:`patches` before the script runs.
+"""
 
 from __future__ import annotations
 
@@ -50,26 +53,17 @@ class Settings(MeshSettings):
 
 
 def prepare(checkout: Path | None) -> None:
-    """Make the checkout importable, with stubs of missing packages that training does not need.
-
-    Raises:
-        ConfigError: no path, or one that is in no checkout.
-    """
+    """Make the checkout importable, with stubs of missing packages that training does not need;
+    ConfigError for no path, one that is in no checkout, or another ``megatron`` that is loaded."""
     CHECKOUT.prepend_to_path(CHECKOUT.find(checkout))
     missing.install()
 
 
 def patches(keywords: Mapping[str, Any]) -> PatchSet:
     """All patches: those of megatron-core, and of Megatron-LM's arguments, layers and training.
-
-    Args:
-        keywords: defaults of the added flags: ``ulysses_degree`` and ``kernel``.
-
-    Raises:
-        ConfigError: an unknown setting.
-    """
+    ``keywords`` are those of :class:`Settings`; ConfigError for others."""
     settings = read_settings(FRAMEWORK, Settings, keywords)
-    context_parallel = ContextParallel(None)
+    context_parallel = ContextParallel(None)  # arguments.validate_args sets its settings
     return PatchSet(
         FRAMEWORK,
         (

@@ -1,4 +1,7 @@
-"""Arguments of Megatron-LM: added flags, and refusals before any process group exists."""
+"""Arguments of Megatron-LM: added flags, and refusals before any process group exists.
+
+A rank calls these once, at its start, without communication.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def parse_args(
 
 
 def _refuse_file_of_flags() -> None:
-    """Raise ConfigError for ``--yaml-cfg``, before Megatron-LM reads the file and lacks flags."""
+    """ConfigError for ``--yaml-cfg`` in ``sys.argv``, before Megatron-LM reads the file."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--yaml-cfg")
     path = parser.parse_known_args()[0].yaml_cfg
@@ -70,7 +73,8 @@ def _refuse_file_of_flags() -> None:
 
 
 def add_flags(parser: ArgumentParser, settings: MeshSettings) -> None:
-    """The flags that the patches serve, with the defaults of ``settings``."""
+    """The flags that the patches serve, with the defaults of ``settings``, and a default of
+    ``--cp-comm-type`` that :func:`.context_parallel_kind.resolve` knows."""
     group = parser.add_argument_group(title="unified sequence parallel")
     for purpose in ("parallelism", "attention", "memory"):
         add_settings(group, "megatron-lm", purpose, **vars(settings))
@@ -85,13 +89,14 @@ def validate_args(
     *,
     context_parallel: ContextParallel,
 ) -> Any:
-    """``validate_args``, and checks of what the patches compute.
+    """``validate_args``, and checks of what the patches compute. In ``args`` the kinds of context
+    parallelism, the degree that ``auto`` stands for and the data loader's mask are set.
 
     Args:
-        context_parallel: gets the settings that the arguments ask for.
+        context_parallel: that of megatron-core's patches, which read its settings later.
 
     Raises:
-        ConfigError: what cannot be trained exactly; the message has the fix.
+        ConfigError: what cannot be trained exactly.
         PatchError: a script that does not match.
     """
     unsupported.refuse_transformer_engine(args)
@@ -157,15 +162,14 @@ def _settings(args: Any) -> Settings | None:
 
 
 def _auto_degree(args: Any) -> int | None:
-    """The planner's degree, computed by each rank before there are groups; rank 0 prints why.
-
-    Ranks on GPUs of different kinds whose degrees differ are refused when they make groups.
+    """The planner's degree, None with one rank a sequence; rank 0 prints why.
 
     Raises:
         ConfigError: a model that the planner does not know, or that fits with no degree.
     """
     if args.context_parallel_size == 1:
         return None
+    # Ranks on GPUs of different kinds whose degrees differ are refused when they make groups.
     refuse(unsupported.UNKNOWN_TO_PLANNER, args)
     choice = planned_run(args).choose_degree(on_gpu=torch.cuda.is_available())
     _print_once(args, *choice.why)

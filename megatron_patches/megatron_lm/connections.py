@@ -20,7 +20,8 @@ _VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 @contextmanager
 def not_demanded(args: Any) -> Iterator[None]:
-    """Let Megatron-LM's check of its arguments pass without the variable, where none needs it."""
+    """Let Megatron-LM's check of its arguments pass without the variable, where none needs it;
+    inside, its module of arguments has an ``os`` of its own."""
     from megatron.training import arguments
 
     only_usp = args.tensor_model_parallel_size == 1 and uses_usp(args) and not is_mixed(args)

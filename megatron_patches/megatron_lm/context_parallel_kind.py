@@ -2,13 +2,13 @@
 
 | ``--cp-comm-type`` | ``--ulysses-degree`` | context parallelism |
 |---|---|---|
-| not given | given or not | USP in all layers |
-| ``usp`` | given or not | USP in all layers |
+| not given, or ``usp`` | given or not | USP in all layers |
 | one entry a layer, some ``usp`` | given or not | USP in those layers |
 | others alone | not given | TransformerEngine's own, unpatched |
 | others alone | given | refused |
 
-With one context-parallel rank the flag has no effect, as in Megatron-LM.
+With one context-parallel rank the flag has no effect, as in Megatron-LM. After :func:`resolve` any
+code may ask the other functions; nothing communicates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIX = f"Leave --cp-comm-type out, or set it to {USP}"
 
 
 class NotGiven(list[str]):
-    """The default of ``--cp-comm-type``, of another type than a value that the user gives."""
+    """The default of ``--cp-comm-type``, of another type than a list that the user gives."""
 
 
 def resolve(args: Any) -> None:
@@ -72,7 +72,7 @@ def uses_usp(args: Any) -> bool:
 
 
 def attends_on_one_rank(args: Any) -> bool:
-    """Whether USP computes attention although one rank holds a sequence: its results are saved."""
+    """Whether USP computes attention although one rank holds a sequence: to keep its results."""
     return bool(args.context_parallel_size == 1 and args.usp_recompute == "attention")
 
 

@@ -1,4 +1,4 @@
-"""The losses that Megatron-LM prints of ``--sft`` over context-parallel ranks."""
+"""The losses that Megatron-LM prints of ``--sft`` over context-parallel ranks; gradients stay."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ def forward_step_calc_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``forward_step_calc_loss``, whose reported losses are those of all context-parallel ranks.
-
-    With ``--sft`` Megatron-LM's evaluation averages quotients of each rank's. Adds one all-reduce
-    of two numbers for every reported loss to every micro batch of the last pipeline stage.
-    """
+    """``forward_step_calc_loss``, whose reported losses are those of all context-parallel ranks:
+    one more all-reduce of two numbers for each, in each micro batch of the last stage."""
     from megatron.training import get_args
 
     flags = get_args()
+    # With --sft Megatron-LM's evaluation averages the ranks' mean losses.
     if loss_func is not None and flags.sft and uses_usp(flags):
         loss_func = _reporting_all_ranks(loss_func)
     return original(model, output_tensor, loss_func, *args, **kwargs)
 
 
 def _reporting_all_ranks(loss_func: Callable[..., Any]) -> Callable[..., Any]:
-    """The script's ``loss_func``, whose pairs of (loss sum, tokens) are sums over all ranks."""
+    """The script's ``loss_func``, whose pairs of (loss sum, tokens) are sums over context-parallel
+    ranks; summed over them again, for training, they have the same quotient."""
     from megatron.core import parallel_state
 
     def reported(value: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ _ATTRIBUTE = "usp_memory"  # a layer's LayerMemory, absent for the policies none
 
 
 def _other_backwards(flag: str) -> tuple[Refusal, ...]:
-    """Options of Megatron-LM that do otherwise what a flag's recomputation in backward does."""
+    """Rows of options that change a layer's backward; ``flag`` begins their reasons."""
     return (
         Refusal(
             lambda args: args.overlap_moe_expert_parallel_comm or args.delay_wgrad_compute,
@@ -136,9 +136,9 @@ def check_flags(args: Any) -> None:
         ConfigError: Megatron-LM recomputes too, layers for which it is not exact, or attention
             that is not computed by ds_usp.
     """
-    ranks = args.context_parallel_size
-    ranks *= args.tensor_model_parallel_size if args.sequence_parallel else 1
-    check_mlp_chunks(args, args.seq_length // ranks)
+    shards = args.context_parallel_size
+    shards *= args.tensor_model_parallel_size if args.sequence_parallel else 1
+    check_mlp_chunks(args, args.seq_length // shards)
     refuse_settings(_REFUSALS, args)
     if args.usp_recompute == "gemm-last":
         refuse(_GEMM_LAST_REFUSALS, args)
@@ -152,8 +152,8 @@ def check_flags(args: Any) -> None:
 
 
 def build_layer(original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """``TransformerLayer.__init__``: the layer gets the policy of ``--usp-recompute``, its MLP the
-    chunks of ``--usp-mlp-chunks``."""
+    """``TransformerLayer.__init__``: the layer gets the policy of ``--usp-recompute`` for
+    :func:`run_layer`, its MLP the chunks of ``--usp-mlp-chunks``."""
     from megatron.training import get_args
 
     from megatron_patches.megatron_core.layer_memory import save_less
@@ -178,7 +178,7 @@ def _give_policy(layer: Any, recompute: str) -> None:
 
     if recompute != "none":
         memory = LayerMemory(recompute, checkpoint=lambda run, x: checkpoint(run, False, x))
-        object.__setattr__(layer, _ATTRIBUTE, memory)
+        object.__setattr__(layer, _ATTRIBUTE, memory)  # of one layer: it knows no neighbours
 
 
 def run_layer(

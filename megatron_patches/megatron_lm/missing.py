@@ -28,5 +28,5 @@ def install() -> None:
 
 
 def compile_helpers(original: Callable[[], None]) -> None:
-    """``compile_helpers``: builds outside the checkout, where it was not built in it."""
+    """``compile_helpers``, on rank 0: builds outside the checkout, where it was not built in it."""
     missing_modules.load_extension(_HELPERS)

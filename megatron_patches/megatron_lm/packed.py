@@ -24,19 +24,18 @@ def get_thd_batch_on_this_cp_rank(
     cp_rank: int | None = None,
 ) -> tuple[dict[str, Any], Any]:
     """``get_thd_batch_on_this_cp_rank`` where USP computes attention: every document is sharded for
-    itself, in the layout context_parallel.
-
-    The original needs TransformerEngine for the indices, and padded offsets, which Megatron-LM's
-    packed data set does not give.
+    itself, in the layout context_parallel. Once a micro batch, without communication.
 
     Args:
         cu_seqlens: where documents begin, ``[documents + 1]``, or ``[1, documents + 1]``, as the
             loader has them.
         cu_seqlens_padded: where they begin in the tensors; None: documents have no padding between
             them.
+        cp_size, cp_rank: None: of the context-parallel group.
 
     Shapes:
-        the batch's tensors: ``[1, tokens]``; of the result ``[1, tokens / cp_size]``.
+        the batch's tensors: ``[1, tokens]``; of the result ``[1, tokens / cp_size]``. The second
+        result is of all tokens.
 
     Raises:
         LayoutError: documents that do not divide into two chunks a rank.
@@ -51,7 +50,8 @@ def get_thd_batch_on_this_cp_rank(
     rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
     offsets = cu_seqlens.flatten()
     padded = offsets if cu_seqlens_padded is None else cu_seqlens_padded.flatten()
-    batch, params = original(batch, offsets, padded, max_seqlen, 1, 0)  # of one rank: not sharded
+    # As of one rank, which shards nothing: over more it needs TransformerEngine.
+    batch, params = original(batch, offsets, padded, max_seqlen, cp_size=1, cp_rank=0)
     if size == 1:
         return batch, params
     tokens = batch["tokens"]

@@ -1,4 +1,5 @@
-"""Megatron-LM's arguments as the planner reads them: the one place that maps names."""
+"""Megatron-LM's arguments as the planner reads them, for ``--ulysses-degree auto``: the one place
+that maps names."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def key_value_heads(args: Any) -> int:
 
 
 def planned_run(args: Any) -> PlannedRun:
-    """The run of validated arguments."""
+    """The run of validated arguments; a setting without a flag has its default."""
     chunks = args.virtual_pipeline_model_parallel_size
     stages = args.pipeline_model_parallel_size * chunks if chunks else 0
     return PlannedRun(

@@ -85,7 +85,7 @@ def rows() -> tuple[Bypass, ...]:
 
 
 def _rows(groups: Mapping[str, Mapping[str, Known]]) -> Iterator[tuple[str, str, Guard]]:
-    """(target, reason, guard) of every function."""
+    """Target, reason and guard of every function, the first fields of :class:`Bypass`."""
     for reason, functions in groups.items():
         for target, digest in functions.items():
             yield target, reason, megatron_core_guard(digest)

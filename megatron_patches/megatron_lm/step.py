@@ -1,4 +1,4 @@
-"""A training step with dropout seeds of its own."""
+"""A training step with dropout seeds of its own; those of Megatron-DeepSpeed: its ``step.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from megatron_patches.step import dropout_seeds
 
 
 def seed_step(flags: Any) -> None:
-    """Seed this step, where USP shards sequences, and dropout or the jitter of routers is on."""
+    """Seed this step, where USP shards sequences, and dropout or the jitter of routers is on;
+    ``curr_iteration`` counts the steps before."""
     if uses_usp(flags) and (flags.hidden_dropout > 0 or flags.moe_input_jitter_eps):
         _seed(flags)
 

@@ -1,4 +1,7 @@
-"""Options that cannot be trained exactly where USP computes attention: one row each."""
+"""Options that cannot be trained exactly where USP computes attention: one row each.
+
+``arguments.py`` refuses them at the start; ``memory.py`` has the rows of memory settings.
+"""
 
 from __future__ import annotations
 
@@ -237,16 +240,13 @@ def refuse(args: Any) -> None:
 
 def refuse_transformer_engine(args: Any) -> None:
     """ConfigError for TransformerEngine's layers where it is missing or too old."""
-    if args.transformer_impl != "transformer_engine":
-        return
     missing = transformer_engine.what_is_missing()
-    if not missing:
-        return
-    raise ConfigError(
-        f"--transformer-impl transformer_engine (the default) needs TransformerEngine "
-        f"{transformer_engine.OLDEST} or newer, which {missing}. Install it, or use "
-        "--transformer-impl local"
-    )
+    if args.transformer_impl == "transformer_engine" and missing:
+        raise ConfigError(
+            f"--transformer-impl transformer_engine (the default) needs TransformerEngine "
+            f"{transformer_engine.OLDEST} or newer, which {missing}. Install it, or use "
+            "--transformer-impl local"
+        )
 
 
 def _has_router_loss(args: Any) -> bool:

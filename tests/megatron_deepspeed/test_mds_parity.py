@@ -217,6 +217,18 @@ def test_bf16_stays_within_its_rounding_error(server, grid):
     assert 1e-5 < relative_difference(expected_losses, fp32) < 2e-3
 
 
+def test_zero_0_sums_gradients_of_bf16_as_zero_1_does(server):
+    """In bf16 over micro batches, unless ZeRO-1 is asked for fp32: ZeRO-0 is not refused."""
+    fp32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+    more = f"--bf16 --micro-batch-size 1 --global-batch-size 16 --train-iters {STEPS}"
+    at_zero_0, at_zero_1, in_fp32 = (
+        losses_of(server.run(2, flags(sp=2, u=1, zero=zero, config=config, more=more)))
+        for zero, config in ((0, {}), (1, {}), (1, fp32))
+    )
+    assert relative_difference(at_zero_0, at_zero_1) < 1e-7
+    assert 1e-6 < relative_difference(at_zero_0, in_fp32) < 2e-4
+
+
 def test_adam_and_clipping_over_stages(server):
     """DeepSpeed's own clipping at ZeRO-0 is wrong over pipeline stages."""
     adam = "--optimizer adam --lr 1e-3 --clip-grad 0.5"

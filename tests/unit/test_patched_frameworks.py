@@ -28,7 +28,7 @@ from ds_usp.training import apply_rotary
 from megatron_patches import missing_modules, run
 from megatron_patches.flags import solved_ratio
 from megatron_patches.megatron_core.context_parallel import check_degrees
-from megatron_patches.megatron_deepspeed import CHECKOUT, compat, speedups
+from megatron_patches.megatron_deepspeed import CHECKOUT, compat, speedups, state
 from megatron_patches.megatron_deepspeed.arguments import _choose_flash
 from megatron_patches.megatron_deepspeed.attention import SequenceParallelAttention, rotary_table
 from megatron_patches.megatron_deepspeed.groups import group_table, make_grid
@@ -50,6 +50,17 @@ def test_a_table_holds_the_positions_of_its_rank():
         expected = oracle.rotated(x, layout.positions(rank), HEAD_DIM, 10000.0, token_dim=0)
         (rotated,) = apply_rotary([x], *table, token_dim=0)
         assert oracle.relative_error(rotated, expected) < 1e-6
+
+
+def test_groups_that_are_destroyed_leave_no_documents(monkeypatch):
+    """The next run's batches may have no mask of their own."""
+    holder = ModuleType("megatron.core.parallel_state")
+    monkeypatch.setattr(state, "_holder", lambda: holder)
+    assert state.current_mask().is_causal
+    state.set_mask(ds_usp.MaskSpec.causal(((0, 3, TOKENS),)))
+    assert not state.current_mask().is_causal
+    state.set_state(None)
+    assert state.current_mask().is_causal
 
 
 @pytest.mark.parametrize("rotary_dim", [0, HEAD_DIM])
