@@ -123,7 +123,8 @@ def _refuse(layer: TransformerLayer, feature: str, options: dict[str, bool]) -> 
 
 def _mlp(mlp: Any, hidden: Tensor, **unsupported: Any) -> tuple[Tensor, Tensor | None]:
     """``MLP.forward`` of a dense layer, whose activation function is recomputed before fc2's
-    backward; the output, and the bias that the layer adds to it."""
+    backward; the output, and the bias that the layer adds to it. Megatron-LM's patches refuse
+    edits of the original (``relied_on.py``)."""
     names = [name for name, value in unsupported.items() if value is not None]
     if names:
         raise ConfigError(f"GEMM-last recomputation: MLP.forward was given {names}")

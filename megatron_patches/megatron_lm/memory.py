@@ -12,7 +12,9 @@ from ds_usp.errors import ConfigError
 from ds_usp.memory import LayerMemory
 from megatron_patches.flags import check_mlp_chunks
 from megatron_patches.megatron_lm.context_parallel_kind import is_mixed, uses_usp
+from megatron_patches.megatron_lm.relied_on import FRAMEWORK, GEMM_LAST
 from megatron_patches.megatron_lm.unsupported import carries_state, is_hybrid
+from megatron_patches.patch_set import verify_flag
 from megatron_patches.refusals import Refusal, refuse, refuse_settings
 
 _ATTRIBUTE = "usp_memory"  # a layer's LayerMemory, absent for the policies none and gemm-last
@@ -135,6 +137,7 @@ def check_flags(args: Any) -> None:
     Raises:
         ConfigError: Megatron-LM recomputes too, layers for which it is not exact, or attention
             that is not computed by ds_usp.
+        PatchError: an edit of what ``--usp-recompute gemm-last`` does not call.
     """
     shards = args.context_parallel_size
     shards *= args.tensor_model_parallel_size if args.sequence_parallel else 1
@@ -142,6 +145,7 @@ def check_flags(args: Any) -> None:
     refuse_settings(_REFUSALS, args)
     if args.usp_recompute == "gemm-last":
         refuse(_GEMM_LAST_REFUSALS, args)
+        verify_flag(FRAMEWORK, GEMM_LAST)
     has_other_attention = args.context_parallel_size > 1 and (is_mixed(args) or not uses_usp(args))
     if args.usp_recompute == "attention" and has_other_attention:
         raise ConfigError(

@@ -66,6 +66,14 @@ _RELIED_ON: Mapping[str, Mapping[str, Known]] = MappingProxyType(
         },
     }
 )
+GEMM_LAST = "--usp-recompute gemm-last"
+_BYPASSED_BY_GEMM_LAST: Mapping[str, Mapping[str, Known]] = MappingProxyType(
+    {
+        "layer_memory recomputes its activation function": {
+            f"{_CORE}.transformer.mlp:MLP.forward": "3b351fb8a1efa8d7",
+        },
+    }
+)
 _MIXER = f"{_CORE}.ssm.mamba_mixer:MambaMixer"
 _BYPASSED_IN_MAMBA: Mapping[str, Mapping[str, Known]] = MappingProxyType(
     {
@@ -81,7 +89,8 @@ def rows() -> tuple[Bypass, ...]:
     bypassed = (Bypass(*row) for row in _rows(_BYPASSED))
     relied_on = (Bypass(*row, kind="rely") for row in _rows(_RELIED_ON))
     in_mamba = (Bypass(*row, needs="mamba_ssm") for row in _rows(_BYPASSED_IN_MAMBA))
-    return (*bypassed, *in_mamba, *relied_on)
+    by_flag = (Bypass(*row, flag=GEMM_LAST) for row in _rows(_BYPASSED_BY_GEMM_LAST))
+    return (*bypassed, *in_mamba, *by_flag, *relied_on)
 
 
 def _rows(groups: Mapping[str, Mapping[str, Known]]) -> Iterator[tuple[str, str, Guard]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from argument_page import APART, unnamed
-from lm_start import LOCAL
+from lm_start import LOCAL, Starts
 
 CP4 = f"{LOCAL} --context-parallel-size 4"
 TE = "2.20.2"
@@ -165,6 +165,24 @@ def test_check_names_an_edit(copy, file, old, new, message):
     assert checked.returncode == bool(message), checked.stderr
     assert message in checked.stderr
     assert message or f"megatron_lm at {copy} matches" in checked.stdout
+
+
+def test_gemm_last_refuses_an_edited_mlp(copy):
+    file = copy / "megatron/core/transformer/mlp.py"
+    text = file.read_text(encoding="utf-8")
+    edited = text.replace("self.linear_fc1(hidden_states)", "self.linear_fc1(2 * hidden_states)")
+    assert edited != text
+    file.write_text(edited, encoding="utf-8")
+    edited_starts = Starts(copy)
+    flags = f"{CP4} --no-bias-gelu-fusion --no-gradient-accumulation-fusion"
+    try:
+        refused = edited_starts.error(f"{flags} --usp-recompute gemm-last")
+        started = edited_starts.start(flags)
+    finally:
+        edited_starts.close()
+        file.write_text(text, encoding="utf-8")
+    assert "megatron.core.transformer.mlp:MLP.forward: its source is another" in refused
+    assert started["settings"]
 
 
 CP = f"{LOCAL} --context-parallel-size"
