@@ -1,6 +1,6 @@
 """Lets Megatron-DeepSpeed start with current torch and CUDA, without apex, or on CPUs: stubs of
-missing packages, and patches. None of it is about sequence parallelism. Where no docstring says
-otherwise, a function runs once, when a rank starts, and communicates nothing.
+missing packages, and patches. Where no docstring says otherwise, a function runs once, when a rank
+starts, and communicates nothing.
 """
 
 from __future__ import annotations

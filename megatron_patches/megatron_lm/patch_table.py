@@ -16,7 +16,8 @@ _MAMBA_LAYER = "megatron.core.ssm.mamba_layer:MambaLayer"
 
 
 def start(settings: MeshSettings, context_parallel: ContextParallel) -> tuple[Patch, ...]:
-    """The patches of argument parsing and of the data sets' extension."""
+    """The patches of argument parsing, which sets ``context_parallel.settings``, and of the data
+    sets' extension."""
     return (
         wrap(
             f"{_TRAINING}.arguments:parse_args",

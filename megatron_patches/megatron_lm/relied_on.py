@@ -1,4 +1,8 @@
-"""Functions of Megatron-LM whose edits are refused: the patches bypass them or rely on them."""
+"""Functions of Megatron-LM whose edits are refused: the patches bypass them or rely on them.
+
+They are compared when patches are applied; those of ``__main__`` by ``arguments.validate_args``,
+where USP computes attention over ranks.
+"""
 
 from __future__ import annotations
 
