@@ -203,6 +203,28 @@ class Focal(transformers.Trainer):
         return (loss, out) if return_outputs else loss
 
 
+def square_of_logits(out: Any) -> torch.Tensor:
+    return out["logits"].logsumexp(-1).square().mean()
+
+
+class PenaltyByFunction(transformers.Trainer):
+    """Gives what the model returns to a function."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any):
+        loss, out = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss + square_of_logits(out)
+        return (loss, out) if return_outputs else loss
+
+
+class PenaltyByMethod(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any):
+        loss, out = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        return self.with_penalty(loss, out)
+
+    def with_penalty(self, loss: Any, out: Any) -> Any:
+        return loss + sum(x.logits.mean() for x in [out])
+
+
 class Logged(transformers.Trainer):
     """Computes transformers' own loss."""
 
@@ -230,7 +252,7 @@ def run_own_loss(
         return finish(ctx, trainer, split, record, evaluate)
 
 
-@pytest.mark.parametrize("kind", [Penalty, Focal])
+@pytest.mark.parametrize("kind", [PenaltyByFunction, Focal])
 def test_a_loss_of_values_per_token_is_that_of_one_process(pool, kind):
     """Shards of a row of odd length have another mean than the row."""
     options = {"kind": kind, "packed": True, "evaluate": True, "prediction_loss_only": True}
@@ -244,8 +266,12 @@ def test_a_loss_of_values_per_token_is_that_of_one_process(pool, kind):
 
 
 def test_what_reads_no_values_per_token_makes_no_whole_logits():
-    for kind, reads in ((transformers.Trainer, False), (Logged, False), (Focal, True)):
-        assert _reads_tokens(kind.__new__(kind)) is reads, kind
+    import trl
+
+    for kind in (transformers.Trainer, trl.SFTTrainer, Logged):
+        assert not _reads_tokens(kind.__new__(kind)), kind
+    for kind in (Focal, Penalty, PenaltyByFunction, PenaltyByMethod):
+        assert _reads_tokens(kind.__new__(kind)), kind
     trainer = transformers.Trainer.__new__(transformers.Trainer)
     trainer.compute_loss = lambda model, inputs, **_: model(**inputs)["logits"].mean()
     assert _reads_tokens(trainer)

@@ -73,11 +73,6 @@ class Options:
                 "logits='whole' asks for: leave one of them out"
             )
 
-    def of_frozen_model(self) -> dict[str, Any]:
-        """Arguments for a second model that is not trained, such as a reference."""
-        names = ("layout", "kernel", "tuning", "mlp_chunks", "share_prefixes")
-        return {name: getattr(self, name) for name in names}
-
 
 # transformers' attributes of layers.
 _IS_ON, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"

@@ -32,8 +32,6 @@ from ds_usp.integrations.transformers.refusals import find_model
 from ds_usp.integrations.transformers.trainer import attach
 from ds_usp.settings import Integer, add_settings, settings_of
 
-_ENTRANCES = ("train", "evaluate", "predict")
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a program whose trainers are given to :func:`attach` before they first compute.
@@ -117,7 +115,7 @@ def _attached_trainers(
 
         return call
 
-    methods = {name: entrance(getattr(Trainer, name)) for name in _ENTRANCES}
+    methods = {x: entrance(getattr(Trainer, x)) for x in ("train", "evaluate", "predict")}
     with mock.patch.multiple(Trainer, **methods):
         yield attached
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -108,13 +109,13 @@ def _check_mesh_of(enabled: EnabledModel, mesh: SequenceMesh, name: str) -> None
 
 def _enable_others(trainer: Trainer, policy: EnabledModel) -> None:
     """Enable the models that a trainer runs beside its own ``policy``, to save their memory too."""
-    options = policy._options
+    common = ("layout", "kernel", "tuning", "mlp_chunks", "share_prefixes")
     for name, model in _models_of(trainer):
         inner = find_model(model)
         if inner is policy._inner:
             continue
         enabled = find_enabled(model, inner)
-        kwargs = options.of_frozen_model()
+        kwargs = {x: getattr(policy._options, x) for x in common}
         kwargs["share_prefixes"] &= not needs_whole_head(inner)  # a reward reads a row's last token
         try:
             enabled = enabled or enable(model, policy.mesh, **kwargs)
@@ -205,14 +206,12 @@ _GENERATING = frozenset(
         *("LogCompletionsCallback", "WeaveCallback"),
     }
 )
-_GENERATING_OPTIONS = ("lmbda", "seq_kd", "predict_with_generate", "generate_during_eval")
 
 
 def _reasons_it_generates(trainer: Trainer) -> Iterator[str]:
     """Yield why a trainer, or a callback of it, would generate in another way than GRPO's."""
-    for option in _GENERATING_OPTIONS:
-        value = getattr(trainer.args, option, None)
-        if value:
+    for option in ("lmbda", "seq_kd", "predict_with_generate", "generate_during_eval"):
+        if value := getattr(trainer.args, option, None):
             yield f"{option}={value} lets {type(trainer).__name__} generate"
     for part in (trainer, *trainer.callback_handler.callbacks):
         names = [kind.__name__ for kind in type(part).__mro__]
@@ -317,15 +316,26 @@ def _join_logits(trainer: Trainer) -> None:
 
 def _reads_tokens(trainer: Trainer) -> bool:
     """Whether a ``compute_loss`` or ``training_step`` that is not transformers' and not TRL's reads
-    outputs per token."""
+    outputs per token, or a function or method that it names."""
     owners, names = (trainer, *type(trainer).__mro__), ("compute_loss", "training_step")
     for function in (vars(x)[name] for x in owners for name in names if name in vars(x)):
-        code = getattr(function, "__code__", None)
-        used = {*code.co_names, *code.co_consts} if code else set()
-        is_library = str(getattr(function, "__module__", "")).startswith(("transformers.", "trl."))
-        if not is_library and (used & PER_TOKEN or not used & {"loss", "super"}):
+        used, scope = _names_in(function), getattr(function, "__globals__", {})
+        places = [scope, *map(vars, type(trainer).__mro__)]
+        places += [vars(x) for x in map(scope.get, used) if isinstance(x, ModuleType)]
+        called = (_names_in(place[x]) for place in places for x in used & place.keys())
+        if not used & {"loss", "super"} or any(PER_TOKEN & x for x in (used, *called)):
             return True
     return False
+
+
+def _names_in(function: Any) -> set[Any]:
+    """Return names and constants in a program's function; of a library's, that it has a loss."""
+    if str(getattr(function, "__module__", "")).startswith(("torch.", "transformers.", "trl.")):
+        return {"loss"}
+    codes = [function.__code__] if hasattr(function, "__code__") else []
+    for code in codes:
+        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+    return {x for code in codes for x in (*code.co_names, *code.co_consts)}
 
 
 _PLAN = struct.Struct("qq")  # batches in a pass, replicas that the sampler deals out to
@@ -402,9 +412,6 @@ def _replicas_of(loader: Any) -> int:
     """Replicas that a loader's sampler deals its samples out to; 0 where it does not."""
     places = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     places += [getattr(places[-1], "sampler", None), getattr(loader, "dataset", None)]
-    for place in places:
-        for name in ("num_replicas", "num_processes"):
-            count = getattr(place, name, None)
-            if isinstance(count, int):
-                return count
-    return 0
+    names = ("num_replicas", "num_processes")
+    counts = (getattr(place, name, None) for place in places for name in names)
+    return next((count for count in counts if isinstance(count, int)), 0)
