@@ -151,6 +151,7 @@ class ContextParallel:
         kwargs.pop("cp_comm_type", None)  # a transformer layer gives it to whatever attends
         bound = inspect.signature(original).bind(layer, config, *args, **kwargs)
         groups = bound.arguments["pg_collection"]
+        # Built as on one rank: it neither divides its heads nor exchanges them.
         bound.arguments["pg_collection"] = one_rank_groups = copy.copy(groups)
         one_rank_groups.cp = OneRank()
         original(*bound.args, **bound.kwargs)

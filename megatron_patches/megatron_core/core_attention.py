@@ -102,7 +102,8 @@ def refuse_inexact_options(
 
 
 def _refused_experts(config: TransformerConfig) -> dict[str, tuple[bool, str]]:
-    """Refuse what routers of experts decide by a rank's tokens: another model at other degrees."""
+    """Return by option whether it is set, and the fix: what routers decide by a rank's tokens,
+    another model at other degrees."""
     balancing, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = balancing if isinstance(balancing, list) else [balancing]
     losses = coefficients if isinstance(coefficients, list) else [coefficients]

@@ -126,7 +126,7 @@ def fork_random_state(
 
 
 def p2p_ops(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """``_p2p_ops``: sends hold the memory of their tensors until they are complete.
+    """``_p2p_ops``, called by keywords: sends hold their tensors' memory until they are complete.
 
     The interleaved schedule replaces ``output.data`` while the send is in flight. CUDA's allocator
     reuses such memory in stream order only, the CPU's at once. The Work that ``isend`` returns

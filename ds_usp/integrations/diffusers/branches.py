@@ -363,6 +363,7 @@ class BranchCalls:
                 self._transformer._compiled_call_impl = self._before
         vars(self._transformer).pop("cache_context", None)
 
+    # In place of the transformer's `cache_context`, by which pipelines name a branch.
     @contextmanager
     def _noted_context(self, name: str, **keywords: Any) -> Iterator[None]:
         self._context = name, keywords
