@@ -344,10 +344,10 @@ class USPAttention(torch.nn.Module):
             return signature, plan
 
         plan = check_on_all_ranks(self.mesh, check, query, self._layout, shared_tensors)
-        call_number = self.mesh.consistency.number
+        call_number = self.mesh.consistency.number  # of this call, for its backward pass
         q, k, v = (x.transpose(0, 1) if plan.batch_second else x for x in (query, key, value))
         if isinstance(plan.call, ChunkExchanges):
-            q, k, v = head_exchange(plan.call.qkv, True, call_number, q, k, v)
+            q, k, v = head_exchange(plan.call.qkv, True, call_number, q, k, v)  # to heads
             # The caller's code may run out of memory here, or return another dtype, on one rank;
             # the others must not wait for it in the exchange that follows.
             consistency, arguments = self.mesh.consistency, arguments._replace(args=plan.args)
@@ -355,7 +355,7 @@ class USPAttention(torch.nn.Module):
                 out, flat = self._attend_locally(q, k, v, plan.batch_second, plan.rotary, arguments)
                 text = returned_text(out)
             consistency.check_part(text, wait=out.device.type == "cpu")
-            (out,) = head_exchange(plan.call.out, False, call_number, out)
+            (out,) = head_exchange(plan.call.out, False, call_number, out)  # back to shards
             out = out.flatten(2) if flat else out
         else:
             out = self._ring(q, k, v, plan)

@@ -230,7 +230,7 @@ class AttentionPlan:
     ) -> list[torch.Tensor]:
         """Return what is saved for backward: the shards of q, k, v and the output, and each chunk's
         log-sum-exp; or the tensors of all chunks one after the other, k and v with the first that
-        uses them. :class:`BackwardPass` takes either."""
+        uses them. :class:`BackwardPass` of passes.py takes either."""
         # The op's meta function (custom_ops.py) keeps the second order too.
         if self.saves_shards:
             return [*shards, *[chunk.lse for chunk in saved]]
@@ -240,7 +240,8 @@ class AttentionPlan:
         return tensors
 
     def unpack_saved(self, tensors: Sequence[torch.Tensor]) -> list[SavedChunk]:
-        """Return the chunks that :meth:`pack_saved` was given, where it has not taken shards."""
+        """Return the chunks that :meth:`pack_saved` was given, for the backward pass; not called
+        with ``saves_shards``, where each chunk's q, k, v and output are exchanged anew."""
         saved, start = list[SavedChunk](), 0
         for chunk in self.chunks:
             stop = start + (5 if chunk.has_kv else 3)  # tensors of this chunk

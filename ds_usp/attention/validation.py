@@ -150,8 +150,9 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signatur
 
 
 def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh) -> TokenLayout:
-    """The layout of ``x [b, s, ...]``, with equal shards where only a kind is given; LayoutError
-    for a kind that is unknown or needs documents, or neither a layout nor a kind."""
+    """The layout of which ``x [b, s, ...]`` is this rank's shard: the given one, or one of equal
+    shards where only a kind is given. LayoutError for a kind that is unknown or needs documents, or
+    neither a layout nor a kind."""
     if isinstance(layout, TokenLayout):
         return layout
     if not isinstance(layout, str):

@@ -1,8 +1,8 @@
 """Check that DeepSpeed engines of this process reduce gradients over the ranks of a sequence."""
 
-# It stands in comm, and not in training with what else knows DeepSpeed: every mesh must have it,
-# also in programs that call deepspeed.initialize themselves and never import ds_usp.training, which
-# are those that get it wrong. It imports nothing of DeepSpeed: it reads what is loaded.
+# In comm, and not in training: every mesh must have it, also in programs that call
+# deepspeed.initialize themselves and never import ds_usp.training, which are those that get it
+# wrong. It imports nothing of DeepSpeed: it reads what is loaded.
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _engines() -> list[Any]:
     module: Any = sys.modules.get("deepspeed.runtime.engine")
     if module is None:
         return []
-    # DeepSpeed keeps no list of its engines. This runs once for each device mesh.
+    # DeepSpeed keeps no list of its engines. Not the subclass for pipelines, which has an mpu.
     engines = [x for x in gc.get_objects() if type(x) is module.DeepSpeedEngine]
     return [x for x in engines if getattr(x, "_running_engine_backward", False)] or engines
 

@@ -507,8 +507,9 @@ class SequenceMesh:
         return self.kv_group
 
     def channel(self, kind: str, copies: bool = False) -> Channel:
-        """A new channel for one kind of exchange: ``all_to_all``, ``ring_kv``, ``ring_dkv``. With
-        ``copies`` by copy engines (by P2P without a group, as in a ring of one rank).
+        """A new channel, for one all-to-all (``all_to_all``), or all exchanges of a head chunk in
+        a pass (``ring_kv``, ``ring_dkv``); making it sends nothing. With ``copies`` by copy engines
+        (by P2P without a group, as in a ring of one rank).
 
         Raises:
             MeshError: :meth:`reserve` has allocated no memory for the kind.
@@ -732,7 +733,7 @@ def check_on_all_ranks(
     Raises:
         Exception: what ``check`` raised; on the other ranks a MeshError with it.
         LayoutError: the layout is only a kind, and ranks hold different numbers of tokens.
-        ConfigError: no mesh.
+        ConfigError: no mesh; on this rank alone.
     """
     check_mesh(mesh)
     try:

@@ -108,7 +108,7 @@ def is_saving() -> bool:
 
 def check_only_inputs_require_grad(attention: object, args: Sequence[object]) -> None:
     """UnsupportedAttentionError under :func:`keep_attention` for trainable parameters of attention
-    or further arguments that require grad: their gradient would be lost."""
+    or further arguments that require grad: their gradient would be lost. On this rank alone."""
     if not is_saving():
         return
     weights = attention.parameters() if isinstance(attention, torch.nn.Module) else ()
@@ -406,6 +406,8 @@ class _CheckpointedFunction:
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = _CheckpointRun(self._calls, current_run())
+        # The second run may end early, as torch stops it when nothing is left to recompute: that
+        # it makes all calls of the first is not checked.
         token = _CURRENT_RUN.set(run)
         try:
             result = self._run(*args, **kwargs)

@@ -20,7 +20,7 @@ def attention_kernel(
     """The kernel that causal attention takes here: the named one, or the one that ``auto`` picks.
 
     Args:
-        dtype: of q, k and v.
+        dtype, head_dim: of q, k and v.
         documents: the mask has documents.
 
     Raises:

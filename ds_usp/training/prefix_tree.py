@@ -208,9 +208,9 @@ def _close(path: list[_Prefix], length: int) -> None:
 class PrefixTree:
     """A collator: rows with a common prefix become one row with a ``tree``.
 
-    For a ``DataLoader`` or a ``Trainer`` (with ``remove_unused_columns=False``), beside
-    ``ds_usp.integrations.transformers.enable`` or ``attach``. The loss and all gradients are those
-    of a row for each answer.
+    As ``collate_fn`` of a ``DataLoader``, or ``data_collator`` of a ``Trainer`` with
+    ``remove_unused_columns=False``, beside ``ds_usp.integrations.transformers.enable`` or
+    ``attach``. The loss and all gradients are those of a row for each answer.
 
     An example is a dict of one of these:
 

@@ -615,14 +615,14 @@ def _documents(
     """Borders from cumulative lengths, which are taken out of the entries, positions or padding;
     what says them twice must agree. () where every row is one document."""
     size, seq_len = tokens.shape
-    # Padding is a document of its own: attention is causal or bidirectional within documents, so no
-    # real token sees padding, and no kernel needs a mask tensor.
+    # Padding is a document of its own: no real token sees it, and no kernel needs a mask tensor.
     stated: dict[str, Sequence[Borders]] = {}
     for name in BORDERS:
         lengths = entries.pop(name, None)
         if lengths is None:
             continue
         mask = MaskSpec(None, 0, read_borders(name, lengths))
+        # With padding borders may end before seq_len: borders_within checks where.
         if not mask_documents or mask.samples not in (None, size):
             mask.check_length(seq_len, size)
         documents = mask.documents if mask.samples else mask.documents * size
