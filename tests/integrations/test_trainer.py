@@ -864,7 +864,7 @@ def run_program(ctx: RankContext, arguments: list[str], folder: str, sharded: bo
                 run_unedited(words)
             else:
                 sys.argv = words
-                exec(compile(PROGRAM, str(path), "exec"), {"__name__": "__main__"})
+                exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
         except ds_usp.USPError as error:
             return str(error)
     assert as_tree.called == ("--usp-share-prefixes" in words)
@@ -889,3 +889,34 @@ def test_an_unedited_program_trains_as_on_one_process(pool, tmp_path):
             run_program, 4, arguments=arguments, folder=str(tmp_path), sharded=True
         ):
             assert text in said
+
+
+# Programs of TRL's trainers through the same door: their line that makes the trainer.
+_GENERATES = "tiny_model(), Reward(), record, split=Split(), replicas=1, beta=0.0"
+TRL_PROGRAMS = {
+    "grpo": f"rl_trainer('grpo', {_GENERATES})",
+    "rloo": f"rl_trainer('rloo', {_GENERATES})",
+    "kto": "trl_trainer('kto', arguments(Split(), 1, micro=2), record)",
+    "orpo": "trl_trainer('orpo', arguments(Split(), 1, micro=2), record)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRL_PROGRAMS)
+def test_an_unedited_program_of_trl_trains_as_on_one_process(pool, tmp_path, name):
+    begin, end = PROGRAM.index("record, args ="), PROGRAM.index("if trains ==")
+    lines = f"""
+from hf_trainer_runs import trl_trainer
+sys.path.append({str(Path(__file__).parent)!r})
+from rl_runs import Reward, rl_trainer
+record = Record()
+trainer = {TRL_PROGRAMS[name]}
+"""
+    program = PROGRAM[:begin] + lines + PROGRAM[end:].replace("loss", "grad_norm")
+    (tmp_path / "program.py").write_text(program)
+    options = {"folder": str(tmp_path), "arguments": ["1", "yes"]}
+    (want,) = pool.run(run_program, 1, sharded=False, **options)
+    for world, ulysses in ((2, "1"), (4, "2")):
+        options["arguments"] = ["--ulysses-degree", ulysses, "1", "yes"]
+        for norms in pool.run(run_program, world, sharded=True, **options):
+            assert norms == pytest.approx(want, rel=1e-5) and len(norms) >= STEPS
