@@ -137,7 +137,8 @@ class Tuning:
         """Whether a call with such a ``q`` exchanges by copy engines.
 
         Raises:
-            ConfigError: ``copies=True`` where they are not available; or a CUDA graph is captured
+            ConfigError: ``copies=True`` where they are not available, ``"flashinfer"`` where they
+                or its kernel are not; or a CUDA graph is captured
                 under ``CUDA_DEVICE_MAX_CONNECTIONS=1``.
         """
         why_not = mesh.copy_engine_unavailable or p2p_disabled_reason()

@@ -163,10 +163,10 @@ def token_layout(layout: TokenLayout | str, x: torch.Tensor, mesh: SequenceMesh)
     return mesh.layout(layout, x.shape[1] * mesh.sp_degree)
 
 
-# A module without layout= means contiguous shards, DeepSpeed's order. The data loader of this
-# package shards by zigzag unless another is named; nothing in the tensors would show the
-# difference, and the result would be attention of permuted tokens. The loader leaves its layouts in
-# the mesh for this.
+# A module without layout= means contiguous shards, DeepSpeed's order, as the data loader of this
+# package does. A loader that was given another one (zigzag) beside a module that was not would make
+# attention of permuted tokens, and nothing in the tensors shows it. So the loader leaves its
+# layouts in the mesh.
 
 
 def check_default_layout(mesh: SequenceMesh, layout: TokenLayout) -> None:

@@ -258,8 +258,8 @@ def _pack_call(call: KernelCall, batch: int, device: torch.device, stream: int) 
 def _pack_runs(
     runs: list[tuple[int, int]], total: int, device: torch.device
 ) -> tuple[torch.Tensor, int, torch.Tensor | None]:
-    """``cu_seqlens``, the longest run, and the index of every token of runs (start, length);
-    None if they are all ``total`` tokens, in order."""
+    """``cu_seqlens``, the longest run, and the index of every token of runs (start, length),
+    which ascend and share no token; None if they are all ``total`` tokens."""
     lengths = [length for _, length in runs]
     cu_seqlens = _to_device([0, *accumulate(lengths)], torch.int32, device)
     if sum(lengths) == total:

@@ -568,7 +568,8 @@ class HostDeviceCopier:
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else []
 
     def to_host(self, data: Sequence[torch.Tensor]) -> tuple[PinnedAllocation, CopyEvent]:
-        """Copy runs of bytes (uint8, 1-D) to the host, concatenated; in flight until the event."""
+        """Copy runs of bytes (uint8, 1-D) to the host, concatenated. Neither may be freed before
+        the current stream has waited for the event (None: done)."""
         allocation = self.pool.allocate(sum(map(len, data)))
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         offset = 0

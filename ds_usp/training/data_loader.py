@@ -264,9 +264,9 @@ class SequenceParallelDataLoader:
 
     Args:
         loader: any iterable of such dicts; it may be None except on rank 0 of a mesh.
-        layout: kind of token layout, which attention must be given too (``batch.layout``);
-            :class:`ds_usp.USPAttention` refuses batches in another one than its own. ``zigzag``
-            balances the causal work of a ring, ``balanced`` also that of each batch's documents.
+        layout: kind of token layout, contiguous by default, which attention must be given too
+            (``batch.layout``); :class:`ds_usp.USPAttention` refuses another one than its own.
+            ``zigzag`` balances a ring's causal work, ``balanced`` that of each batch's documents.
         device: where shards go; None: where the mesh's ranks exchange tensors, or, in a mesh of
             one process, where the loader's are.
         whole: names of tensors that every rank gets as they are.

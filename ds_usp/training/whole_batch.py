@@ -447,7 +447,7 @@ def local_document_positions(
     """Position in its document of every token that ``rank`` holds.
 
     Shapes:
-        borders: cumulative, a list for each sample; result ``[b, s_local]``, int64.
+        borders: a list for each sample, of its whole sequence; result ``[b, s_local]``, int64.
     """
     # Not a shard of all positions: at a million tokens those would be 8 MB on every rank.
     positions = local_positions(layout, rank, device)
@@ -526,7 +526,7 @@ def read_batch(batch: Mapping[str, Any], whole: Sequence[str] = ()) -> WholeBatc
 
     Raises:
         DataError: entries that are missing, contradict each other, or cannot be sharded.
-        ConfigError: borders that are none.
+        ConfigError: cumulative lengths, or a tree, that are not valid borders.
     """
     entries = _checked_entries(batch)
     tokens = entries[TOKENS]
