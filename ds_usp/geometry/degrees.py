@@ -223,7 +223,7 @@ def zero_refusal(zero: int, stages: int, *, bf16: bool) -> Refusal | None:
         )
     if bf16 and zero == 0:
         rule = "ZeRO-0 sums gradients of bf16 weights in bf16"
-        return Refusal(rule, f"{rule}. Use ZeRO-1, which sums them in fp32")
+        return Refusal(rule, f"{rule}. Use ZeRO-1 with data_types.grad_accum_dtype fp32")
     return None
 
 

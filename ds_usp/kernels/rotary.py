@@ -236,18 +236,7 @@ def rotate_projected(
         turned, value = qkv.reshape(len(qkv), *heads).split([heads[1] - 1, 1], dim=2)
         return torch.cat((rotary._rotated(turned, 0), value), dim=2).view(qkv.shape)
     qkv = qkv.clone() if qkv._is_view() else qkv  # autograd forbids to change some views
-    out: torch.Tensor = RotationInPlace.apply(qkv, *rotary, 0, heads, False)
-    return out
-
-
-def rotated(x: torch.Tensor, rotary: RotaryPositions, token_dim: int) -> torch.Tensor:
-    """Rotated heads ``[b, s, h, D]`` with ``token_dim`` 1, or ``[s, b, h, D]`` with 0, as a new
-    tensor."""
-    rotary.check()
-    if torch.compiler.is_compiling():
-        return rotary._rotated(x, token_dim)
-    copy = x.clone(memory_format=torch.contiguous_format)
-    out: torch.Tensor = RotationInPlace.apply(copy, *rotary, token_dim, None, False)
+    out: torch.Tensor = RotationInPlace.apply(qkv, *rotary, heads, False)
     return out
 
 
@@ -260,28 +249,26 @@ class RotationInPlace(torch.autograd.Function):
         x: torch.Tensor,
         positions: torch.Tensor,
         inverse: torch.Tensor,
-        token_dim: int,
-        heads: tuple[int, int, int] | None,
+        heads: tuple[int, int, int],
         transposed: bool,
     ) -> torch.Tensor:
-        """Rotate x, and return it.
+        """Rotate a projection ``x [s, b, g n D]``, and return it.
 
         Args:
             positions, inverse: the fields of :class:`RotaryPositions`, tensors that backward needs.
-            heads: x is a projection ``[s, b, g n D]``, viewed as ``[s, b g, n, D]`` of these last
-                sizes, of whose n heads the last, the value, is not rotated; None: x has its heads.
+            heads: (b g, n, D), as which x is viewed; of each n the last, the value, is not rotated.
         """
         ctx.save_for_backward(positions, inverse)
-        ctx.args = token_dim, heads, transposed
+        ctx.args = heads, transposed
         ctx.mark_dirty(x)
-        part = x.view(x.shape[0], *heads)[:, :, :-1] if heads else x
+        queries_and_keys = x.view(x.shape[0], *heads)[:, :, :-1]
         rotary = RotaryPositions(positions, inverse)
-        rotary.rotate_in_place([part], token_dim, transposed=transposed)
+        rotary.rotate_in_place([queries_and_keys], 0, transposed=transposed)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        token_dim, heads, transposed = ctx.args
+        heads, transposed = ctx.args
         copy = grad.clone(memory_format=torch.contiguous_format)
-        turned = RotationInPlace.apply(copy, *ctx.saved_tensors, token_dim, heads, not transposed)
-        return turned, None, None, None, None, None
+        turned = RotationInPlace.apply(copy, *ctx.saved_tensors, heads, not transposed)
+        return turned, None, None, None, None

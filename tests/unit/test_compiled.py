@@ -21,8 +21,7 @@ from ds_usp.attention.custom_ops import (
 )
 from ds_usp.attention.plan import AttentionOptions
 from ds_usp.comm.mesh import MESH_REGISTRY
-from ds_usp.kernels.rotary import rotated
-from ds_usp.training import RotaryPositions
+from ds_usp.training import RotaryPositions, rotate_projected
 
 NOT_IN_OP = {
     ds_usp.MaskSpec: {"documents", "blocks", "parents", "areas"},  # break the graph
@@ -229,8 +228,8 @@ def test_attention_rotated_by_positions_is_one_graph(dtype):
     fixed: Any = {"mesh": SequenceMesh.single(), "layout": "contiguous"}
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        q, k, v = layer(x).unflatten(2, (3, 2, 8)).unbind(2)
-        q, k = rotated(q, rotary, 1), rotated(k, rotary, 1)
+        qkv = rotate_projected(layer(x).transpose(0, 1), rotary, 2, 8)  # [s, b, g n D]
+        q, k, v = qkv.transpose(0, 1).unflatten(2, (2, 3, 8)).unbind(3)
         return ds_usp.usp_attention(q, k, v, mask=ds_usp.MaskSpec.causal(), **fixed)
 
     of_both(run, torch.randn(1, 8, 12), dtype)
