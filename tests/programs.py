@@ -56,6 +56,8 @@ def torchrun(
 
 _FORK = """
 import os, sys
+gc.freeze()  # else each program copies, at its end, the pages of what was imported: a second
+gc.enable()
 folders = {}
 for folder in sys.argv[1:]:
     if child := os.fork():
@@ -84,7 +86,7 @@ def forked(
     """
     for folder, program in programs.items():
         (folder / "program.py").write_text(program)
-    done = python("-c", imports + _FORK, *programs, **settings)
+    done = python("-c", f"import gc; gc.disable()\n{imports}{_FORK}", *programs, **settings)
     assert done.returncode == 0, done.stderr
     ended = {}
     for folder, program in programs.items():
