@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
@@ -227,16 +227,23 @@ def take_gradients(model: Any) -> dict[str, Tensor]:
 
 BATCHES = {"plain": plain_batch, "packed": packed_batch}
 MESHES = {"ulysses 2": 2, "ring 2": 1}
+# Names of the outcomes of a type.
+PAIRS = tuple(f"{batch}, {mesh}" for batch in BATCHES for mesh in MESHES)
 
 
 def sweep_case(
-    ctx: RankContext, model_type: str, layout: str = "auto", masked: bool = False
+    ctx: RankContext,
+    model_type: str,
+    layout: str = "auto",
+    masked: bool = False,
+    pairs: Collection[str] = PAIRS,
 ) -> dict[str, float | str]:
     """How a type fares on two ranks, by batch and mesh: its error, or why it is refused. Each rank
     has the reference of one batch; where the model cannot compute it the error is infinite.
 
     Args:
         masked: with the head of a masked language model.
+        pairs: the batches and meshes that are run.
     """
     model = build(model_type, masked=masked)
     batch_name = tuple(BATCHES)[ctx.rank]
@@ -252,6 +259,8 @@ def sweep_case(
             except ds_usp.USPError as refusal:
                 refused = str(refusal)
             for name, make in BATCHES.items():
+                if f"{name}, {mesh_name}" not in pairs:
+                    continue
                 outcome: float | str = refused
                 try:
                     if not refused:
