@@ -299,12 +299,13 @@ def _usp_attention(
     # An argument that is no Scores is refused with the others, on every rank.
     scores = options.scores if isinstance(options.scores, Scores) else PLAIN_SCORES
     inputs = (q, k, v) if scores.sinks is None else (q, k, v, scores.sinks)
-    if current_run() is not None:  # under keep_attention
+    recomputed = current_run() is not None  # under keep_attention
+    if recomputed:
         comparable = {"mesh": same_ranks(options.mesh), "scores": scores.static_values}
         key = options._asdict() | comparable  # must be equal in both runs of the checkpoint
-        outputs = compute_or_replay(partial(_attend, options, True), inputs, key)
+        outputs = compute_or_replay(partial(_attend, options, recomputed), inputs, key)
     else:
-        outputs = _attend(options, False, *inputs)
+        outputs = _attend(options, recomputed, *inputs)
     return (outputs[0], outputs[1]) if options.return_lse else outputs[0]
 
 

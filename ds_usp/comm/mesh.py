@@ -570,7 +570,7 @@ class SequenceMesh:
 
     def flat(self) -> SequenceMesh:
         """The mesh of the same ranks and communicators with ring degree 1: one Ulysses axis, for
-        exchanges among all of them. By P2P: its engines are this mesh's, of this Ulysses axis."""
+        exchanges among all of them, by P2P: engines and ``ulysses_in_node`` stay this axis's."""
         sp = self.other_nodes.get("sp", frozenset())
         return replace(
             self,

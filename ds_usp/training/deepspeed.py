@@ -212,6 +212,7 @@ def _check_arguments(optimizer: object, config: object, groups: object) -> None:
 
 
 def _check_config(config: Mapping[str, Any], groups: ParallelGroups) -> None:
+    """ConfigError for settings under which a step would not be that of one process."""
     if "sequence_parallel_size" in config:
         raise ConfigError(
             f"sequence_parallel_size={config['sequence_parallel_size']} in DeepSpeed's "

@@ -209,8 +209,7 @@ class TokenLosses(torch.autograd.Function):
 def _chunks(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, group: Group
 ) -> Iterator[tuple[slice, Logits]]:
-    # Yields the tokens of each chunk, and their logits. Collective over the group for each chunk,
-    # so all its ranks have as many tokens.
+    # Yields each chunk's tokens and logits. Collective for each: all ranks have as many tokens.
     tokens = max(1, len(labels))  # an empty batch is one chunk without rows
     size = -(-tokens // chunks)
     for start in range(0, tokens, size):
