@@ -254,7 +254,8 @@ def _pack_run(staging: torch.Tensor, run: Span, k: torch.Tensor, v: torch.Tensor
 @lru_cache(maxsize=1024)
 def _plan_run(run: Span, *tensors: tuple[tuple[int, ...], tuple[int, ...]]) -> PackPlan:
     """Plan how a run of tokens of tensors ``[B, T, G, .]`` of these shapes and strides is packed,
-    in a buffer of that run alone. All are packed: this rank keeps no token apart."""
+    in a buffer of that run alone. All are packed: unlike an all-to-all, none is copied to an output
+    of this rank."""
     (start, stop), views = run, []
     for (batch, _, heads, dim), (sample, token, head, feature) in tensors:
         size, stride = (1, stop - start, batch, heads, dim), (0, token, sample, head, feature)

@@ -634,7 +634,7 @@ class ConsistencyChecker:
     def _gather_and_compare(
         self, transport: ShmMailbox | GroupTransport, seq: int, error: Exception | None = None
     ) -> None:
-        """Compare all ranks' records of this number, of which this rank has posted its own.
+        """Compare all ranks' records of comparison ``seq``; this rank has posted its own.
 
         Raises:
             MeshError: records differ, a rank has ended, or one cannot be reached.
