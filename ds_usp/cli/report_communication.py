@@ -120,7 +120,7 @@ class _Launches:
             ranges.sort()
 
     def kind_of(self, event: Event) -> str:
-        """The kind of communication of GPU work, or ``kernels``."""
+        """The ledger's kind of GPU work; else ``nccl ...``, ``Memcpy ...`` or ``kernels``."""
         name, args = event["name"], event.get("args", {})
         is_nccl = event["cat"] == "kernel" and "nccl" in name.lower()
         if not is_nccl and event["cat"] != "gpu_memcpy":

@@ -189,7 +189,8 @@ def cases_of(args: Namespace, world: int | None, gpu: bool) -> list[VerifyCase]:
     ConfigError for degrees that do not make the ranks, and documents of another length.
 
     Args:
-        world: ranks that a launcher started; None: as many as are needed are forked.
+        world: ranks that torchrun started, each of which asks; None: as many as needed are forked.
+        gpu: ranks have GPUs, whose defaults are larger.
     """
     flags = dict(vars(args))
     if flags.keys() & {"mask", "window"}:

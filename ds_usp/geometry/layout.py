@@ -353,10 +353,10 @@ class TokenLayout:
         return inverse
 
     def shard(self, x: Any, dim: int, rank: int) -> Any:
-        """A copy of the part of a full tensor that belongs to a rank of the group.
+        """A differentiable copy of the part of a full tensor that a rank of the group holds.
 
         Shapes:
-            x: ``seq_len`` along ``dim``; the result has ``length(rank)`` there. Differentiable.
+            x: ``seq_len`` along ``dim``, or LayoutError; the result has ``length(rank)`` there.
         """
         dim = self.check_dim(x, dim, self.seq_len, "the full tensor")
         out = x.new_empty((*x.shape[:dim], self.length(rank), *x.shape[dim + 1 :]))

@@ -60,9 +60,8 @@ class Area(NamedTuple):
 #                                   1  # # # # \ .            the rectangle of its descendants' rows
 #                                   2  # # # # . . \ . .      and its columns. Depth first, these
 #                                                            rows are one run, so one rectangle.
-# A window in a tree is of depths, the places of tokens in their rows. In a segment and in each of
-# its ancestors depths ascend by one, so what one sees of the other is a band as well: an area for
-# each such pair.
+# A window in a tree is of depths, the places of tokens in their rows. They ascend by one in each
+# segment, so what a segment sees of an ancestor is a band too: an area for each such pair.
 #
 # A new field goes into `areas_of`, `allows`, `band` and `__str__`, and if it is no number into
 # `_LEFT_OUT` of attention/custom_ops.py.
@@ -77,9 +76,8 @@ class MaskSpec:
         documents: the sequence is documents, one after the other, and a query sees keys of its
             own alone. Their cumulative borders in tokens (``[0, 5, 17, seq_len]``), the same for
             every sample of a batch, or a list of them for each sample; tensors and arrays will do.
-            A border that is repeated, as packers write it for an empty slot, is
-            a document without tokens and is dropped. ``()`` or None: the sequence is one
-            document; an empty list is refused.
+            A repeated border, as packers write for an empty slot, is a document without tokens and
+            is dropped. ``()`` or None: the sequence is one document; an empty list is refused.
         prefix: every query sees the first so many keys too, whatever the window is.
         blocks: for each sample that has documents of its own half-open ranges of tokens, ascending
             and each inside of a document. Within a block ``right`` does not bind: its tokens see
@@ -348,9 +346,11 @@ class MaskSpec:
                     yield (Area(start, stop, *borders[index : index + 2]),)
 
     def _areas_in_window(self, sample: int, left: int) -> Iterator[tuple[Area]]:
-        """Yield an area for each segment and ancestor that the window of the segment reaches."""
+        """Yield areas of a segment's queries and an ancestor's keys, in global positions, each in a
+        tuple of its own. ``sample``: an index of ``documents``; ``left``: tokens before a query in
+        its row, the window. That of an area counts other rows' tokens between the two as well."""
         borders, parents = self.documents[sample], self.parents[sample]
-        depths = self.contexts(sample)  # of the first token of each
+        depths = self.contexts(sample)  # of the first token of each segment
         for index, (start, stop) in enumerate(pairwise(borders)):
             ancestor, first_seen = parents[index], depths[index] - left
             while ancestor >= 0:
@@ -359,11 +359,11 @@ class MaskSpec:
                 end = depth + k_stop - k_start
                 if end <= first_seen:
                     break  # and all above it
-                # Depths as distances of places: how much more lies between the two than in a row.
-                more = (start - depths[index]) - (k_start - depth)
+                # Tokens between the two that are in the sequence and not in the row.
+                others = (start - depths[index]) - (k_start - depth)
                 q_stop = min(stop, start + end + left - depths[index])
                 k_start += max(0, first_seen - depth)
-                yield (Area(start, q_stop, k_start, k_stop, left + more),)
+                yield (Area(start, q_stop, k_start, k_stop, left + others),)
                 ancestor = parents[ancestor]
 
     def contexts(self, sample: int = 0) -> tuple[int, ...]:

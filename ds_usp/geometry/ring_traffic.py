@@ -79,7 +79,7 @@ def visible_runs(
     layout: TokenLayout, mask: MaskSpec, kv_layout: TokenLayout | None = None
 ) -> tuple[tuple[Runs, ...], ...]:
     """Half-open runs of the owner's tokens that the user's queries see in any sample, ``[user]
-    [owner]``, counted as in :class:`TokenRange`. Short gaps are included."""
+    [owner]``, both ring ranks; counted as in :class:`TokenRange`. Short gaps are included."""
     ranks = range(layout.ring)
     kv_layout = kv_layout or layout
     # One index of all ranks' tokens, one after the other, and where each rank's begin.

@@ -58,7 +58,7 @@ def answer(result: SearchResult, longer: SearchResult | None = None) -> Answer:
     """
     if not result.plans:
         return Answer(result, None, tuple(infeasibility(result)))
-    plan, framework = result.plans[0], result.framework
+    plan, framework = result.plans[0], result.framework  # the search has put it first
     why = (*_degrees(result, plan), *_alternatives(result, plan))
     try:
         framework.with_settings_of(plan.config)  # those of a caller's base are not searched

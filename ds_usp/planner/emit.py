@@ -53,7 +53,7 @@ def _refuse_facts(model: ModelShape, program: str, *, missing: tuple[str, ...] =
     Raises:
         ConfigError: it names every such fact of the model.
     """
-    facts = list(model.other_facts)
+    facts = list(model.other_facts)  # that have no field, such as a scaling of rotary angles
     for field in missing:
         value = getattr(model, field)
         if field == "head_dim":

@@ -33,10 +33,10 @@ def attention_flop_per_token(
 ) -> float:
     """Forward FLOP of one layer's scores and their product with the values, causal half.
 
-    Two products of q features for each visible key: ``4 q s/2``; backward costs twice as much, and
-    flash kernels 2.5 times, because they compute the scores again (FlashAttention-2, 2307.08691).
-    Of a window of w tokens ``w - w ** 2 / 2 s`` keys are visible in the mean: w of all queries but
-    the first. Packed documents cost what each does alone.
+    Two products of q features, of all heads, for each visible key: ``4 q s/2``; backward costs
+    twice as much, and flash kernels 2.5 times, because they compute the scores again
+    (FlashAttention-2, 2307.08691). Of a window of w tokens ``w - w ** 2 / 2 s`` keys are visible in
+    the mean: w of all queries but the first. Packed documents cost what each does alone.
     """
     if not document_lengths:
         return 4 * model.q_width * _visible_keys(seq_len, model.window)
@@ -438,7 +438,8 @@ def full_buckets(model: ModelShape, tp: int, layers: int, elements: int) -> tupl
 
 def _gradients(model: ModelShape, tp: int, layers: int) -> Iterator[Bucket]:
     """Gradients from the last to the first: the part of the layers' backward after which each is
-    there, and its elements. In a layer the time is divided as elements are."""
+    there, and its elements on a tensor-parallel rank. In a layer the time is divided as elements
+    are. A rank has all layers of a model of several kinds, which has no pipeline."""
     table = model.padded_vocab(tp) / tp * model.hidden
     if not model.tied:
         yield 0.0, table

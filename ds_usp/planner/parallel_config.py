@@ -376,8 +376,8 @@ def with_chunks_for(
 
 
 def with_setting(work: Workload, config: ParallelConfig, setting: str) -> list[ParallelConfig]:
-    """The config with one of ``LENGTH_SETTINGS`` switched on; several where it has a
-    number; none where it is on already or does not go with the others.
+    """The config with one of ``LENGTH_SETTINGS`` switched on, as searches do one by one; several
+    where it has a number; none where it is on already, or the model or the config excludes it.
 
     Raises:
         ConfigError: a setting that has no way to be switched on here.
