@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -316,15 +316,21 @@ def _join_logits(trainer: Trainer) -> None:
 
 def _reads_tokens(trainer: Trainer) -> bool:
     """Whether a ``compute_loss`` or ``training_step`` that is not transformers' and not TRL's reads
-    outputs per token, or a function or method that it names."""
+    outputs per token, itself or in functions and methods that it reaches by names."""
     owners, names = (trainer, *type(trainer).__mro__), ("compute_loss", "training_step")
-    for function in (vars(x)[name] for x in owners for name in names if name in vars(x)):
+    own = [vars(x)[name] for x in owners for name in names if name in vars(x)]
+    for function in (reached := list(own)):  # it grows meanwhile
         used, scope = _names_in(function), getattr(function, "__globals__", {})
+        if used & PER_TOKEN or (function in own and not used & {"loss", "super"}):
+            return True
+        if function not in own and "site-packages" in scope.get("__file__", ""):
+            continue  # what a library calls is not followed
         places = [scope, *map(vars, type(trainer).__mro__)]
         places += [vars(x) for x in map(scope.get, used) if isinstance(x, ModuleType)]
-        called = (_names_in(place[x]) for place in places for x in used & place.keys())
-        if not used & {"loss", "super"} or any(PER_TOKEN & x for x in (used, *called)):
-            return True
+        found = [place[x] for place in places for x in used & place.keys()]
+        found += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        found = [getattr(x, "__wrapped__", x) for x in found]
+        reached += [x for x in found if isinstance(x, FunctionType) and x not in reached]
     return False
 
 
