@@ -67,7 +67,7 @@ def compute_or_replay(
     Args:
         compute: differentiable in its inputs alone; collective, and its backward is.
         inputs: q, k, v, and sinks if there are any, of one device.
-        key: what must be equal in both runs, besides the form of the inputs.
+        key: what must be equal in both runs, besides the form of the inputs; None: no more.
     """
     run = current_run()
     if run is None:

@@ -345,8 +345,8 @@ class Logits:
         self.losses = torch.where(self._counts, sum_exp.log() - label_logit, 0)
 
     def gradient(self, dlosses: Tensor) -> Tensor:
-        """The gradient ``[t, V]`` from that of the losses ``[t]``; overwrites the logits, so that
-        it can be called once."""
+        """The gradient ``[t, V]`` from that of the losses ``[t]``, in the buffer of
+        :class:`RowStats`, which it overwrites: it can be called once."""
         dlosses = torch.where(self._counts, dlosses, 0)
         scale = dlosses * self._inv_sum_exp
         if self._fused is None:
