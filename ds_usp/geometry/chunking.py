@@ -137,7 +137,7 @@ def is_launch_bound(flop: float) -> bool:
 
 
 def chunk_positions(sizes: Sequence[int], *, launch_bound: bool = False) -> ChunkPositions:
-    """Position of each chunk (``ring_schedule``), forward and backward; the same on every rank.
+    """Each chunk's position forward and backward (see ``ring_schedule.py``); the same on all ranks.
 
     Args:
         sizes: key/value heads of the chunks, of the first Ulysses rank; others' may differ by one.

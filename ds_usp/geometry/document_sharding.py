@@ -258,7 +258,7 @@ def rebalance_pair(
 
 
 def _merge_adjacent(borders: Sequence[int], runs: Sequence[Run]) -> list[Run]:
-    """The runs in order; two that a split inside of a document made of one run are joined again."""
+    """The runs, ascending; two that meet inside of a document, where one was split, are joined."""
     at_borders, merged = set(borders), list[Run]()
     for start, stop in sorted(runs):
         if merged and merged[-1][1] == start and start not in at_borders:

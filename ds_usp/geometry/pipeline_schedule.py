@@ -193,7 +193,7 @@ class _ScheduleWriter:
         self._ulysses, self._backward = ulysses, backward
         self._return_lse, self._stage_return = return_lse, stage_return
         self._defer_return = self._has_ring and backward
-        self._kv_with_heads = not backward or from_shards or not ulysses
+        self._kv_with_heads = not backward or from_shards or not ulysses  # else saved exchanged
         self._dkv_in_flight: dict[int, int] = {}  # chunk -> number of the exchange of gradients
         self._written: set[Instr] = set()
         self.instrs: list[Instr] = []

@@ -79,7 +79,7 @@ def sent_by_operation(
         ring: of keys and values; their gradients are as many.
     """
     queries = work.model.q_width / config.tp
-    keys = kv_features(work, config) * config.ulysses
+    keys = kv_features(work, config) * config.ulysses  # of all Ulysses ranks, shared heads repeated
     out = all_to_all * queries / (2 * queries + 2 * keys)
     qkv = SentBytes(out, all_to_all - 2 * out)
     to_heads = qkv

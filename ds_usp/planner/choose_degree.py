@@ -43,8 +43,8 @@ def cluster_of(
     Args:
         requested: a built-in name, or a JSON file.
         device: as torch calls the GPU; empty: CPUs.
-        ranks: of the program, at most the GPUs of this node; those that its launcher has started
-            on this node, where it says how many, are the GPUs of a node.
+        ranks: of the program or of this node: the GPUs of a node, unless the launcher's variables
+            say that it has started fewer on this one.
         memory_bytes: of this GPU; 0: the built-in cluster's.
 
     Raises:

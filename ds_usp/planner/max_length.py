@@ -175,10 +175,12 @@ def all_configs(
             continue
         config = base.replace(tp=tp, ulysses=ulysses, ring=ring, pp=pp, dp=dp)
         config = config.replace(schedule=framework.schedule if pp > 1 else "1f1b")
+        # Micro batches that fill a pipeline, and more tokens than any rule asks for.
         work = Workload(model, _MAX_TOKENS, 2 * pp * dp * config.micro_batch)
         # Full recomputation goes with all other settings: what breaks a rule now always does.
         infeasible = infeasible_reason(work, config.replace(recompute="full"))
         reason = reason or infeasible or ""
+        # Degrees that a search leaves out, such as those of unequal heads, are there if asked for.
         if not infeasible and (refusal_rule(work, config) is None or "ulysses" in fixed):
             configs.append(config)
     if not configs:
