@@ -104,7 +104,8 @@ def recompute_gemm_last(layer: TransformerLayer, *, mlp: bool = True) -> None:
 
 def _refuse(layer: TransformerLayer, feature: str, options: dict[str, bool]) -> None:
     """ConfigError for an MLP that is not dense, and for options of a layer that are set, with which
-    such recomputation is not exact, or not tested."""
+    such recomputation is not exact, or not tested. Rows of ``megatron_lm/memory.py`` refuse their
+    flags before layers are built."""
     config = layer.config
     refused = {
         f"{type(layer.mlp).__name__}": type(layer.mlp) is not MLP,

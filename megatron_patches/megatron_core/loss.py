@@ -84,8 +84,8 @@ def roll_tensor(
     its padding become 0.
 
     Args:
-        uses_sum: the caller uses the sum, as ``GPTModel`` does. For the multi-token layers, which
-            drop it, it may be this rank's own, and an all-reduce is saved.
+        uses_sum: bound by ``patch_table.py``: the caller uses the sum, as ``GPTModel`` does. For
+            the multi-token layers, which drop it, it may be this rank's own: no all-reduce.
 
     Shapes:
         tensor: ``[b, s_local]``, or ``[..., b, s_local]``.
@@ -103,7 +103,7 @@ def roll_tensor(
     if packed_seq_params is not None:
         packed = packed_documents(packed_seq_params, ds_usp.MaskSpec.causal(), layout, mesh, tokens)
         layout, documents = packed.layout, packed.mask.documents
-        if packed.padding is not None:
+        if packed.padding is not None:  # [s_local, 1 or b, 1]
             tokens = tokens.masked_fill(packed.padding.squeeze(-1), 0)
     if isinstance(layout, str):
         kind = layout if ranks > 1 else "contiguous"

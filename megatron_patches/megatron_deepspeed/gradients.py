@@ -22,7 +22,8 @@ from megatron_patches.megatron_deepspeed.state import find_state, get_state
 def reduce_gradients(
     original: Callable[..., None], engine: Any, grads: Any, elements_per_buffer: int
 ) -> None:
-    """``DeepSpeedEngine._reduce_non_expert_gradients`` over sequence-parallel ranks too."""
+    """``DeepSpeedEngine._reduce_non_expert_gradients`` over sequence-parallel ranks too: once a
+    step with ZeRO-0 or a ``BF16_Optimizer``; other optimizers reduce by themselves."""
     # Under a pipeline DeepSpeed reduces over the data-parallel group alone; without one over data-
     # and sequence-parallel ranks, which is right for both.
     state = find_state()

@@ -1,4 +1,6 @@
-"""The patches of Megatron-LM beside those of its megatron-core."""
+"""The patches of Megatron-LM beside those of its megatron-core: rows alone, which ``PatchSet``
+applies before the script runs. A guard's digits are the ``guards.fingerprint`` of the target.
+"""
 
 from __future__ import annotations
 

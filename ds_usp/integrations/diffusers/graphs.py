@@ -197,8 +197,7 @@ class ForwardGraphs:
             self._graphs.renew()
 
     def choose(self, arguments: Mapping[str, Any], mesh: SequenceMesh) -> tuple[Mode, str]:
-        """Decide how the next call runs; returns its mode, and a text that differs for other modes
-        and kinds, which ranks compare.
+        """Return the next call's mode, and a text of its mode and kind, which ranks compare.
 
         Args:
             arguments: of this rank's samples, by name, before anything is sharded.
@@ -293,6 +292,7 @@ class ForwardGraphs:
             "tensor, and pad text to few lengths",
             rank=rank,
         )
+        # Ranks have compared the kinds of their passes: all of the mesh drop the same one.
         del self._recorded[next(iter(self._recorded))]
         if not any(self._recorded.values()):
             self._graphs.renew()
@@ -331,7 +331,7 @@ class ForwardGraphs:
 
 
 def check_graphs(mesh: SequenceMesh, tuning: Tuning) -> None:
-    """ConfigError where exchanges cannot be captured, with the reason."""
+    """ConfigError where exchanges cannot be captured; ``enable`` asks, ranks share the error."""
     # Exchanges by copy engines are kernels and copies, which a graph repeats as they are. With a
     # collective of NCCL in a graph destroy_process_group hangs: the joins run between two graphs.
     if not torch.cuda.is_available():

@@ -439,8 +439,8 @@ class ShardedTransformer:
                 )
 
     def _parts_of(self, arguments: dict[str, Any]) -> Branches:
-        """Return the parts that compute a call by itself: those of the branches if its batch has
-        them, else the mesh as one part. UnsupportedAttentionError where neither can."""
+        """Return, without communication, the parts for a call that is none of a step: those of the
+        branches if they divide its batch, else the mesh; UnsupportedAttentionError if neither."""
         name, degree = type(self.transformer).__name__, self._branches.degree
         parts = self._branches.of_batch(name, arguments, self._plan, self.mesh)
         calls = self._branch_calls

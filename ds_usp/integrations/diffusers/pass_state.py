@@ -500,7 +500,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def check_arguments(transformer: nn.Module, plan: Plan, arguments: Mapping[str, Any]) -> None:
-    """UnsupportedAttentionError for arguments that the plan does not know."""
+    """UnsupportedAttentionError, shared by the ranks, before a pass with unplanned arguments."""
     served = plan.arguments | {"return_dict"}
     has_adapter = getattr(transformer, "encoder_hid_proj", None) is not None
     for name, value in arguments.items():

@@ -180,8 +180,8 @@ class Plan:
         return {module: flat for module, flat in may_be_flat.items() if module not in whole}
 
     def check(self, transformer: ModelMixin) -> None:
-        """ConfigError for a module, argument or option that the transformer does not have, and for
-        attention modules that are not in the plan."""
+        """ConfigError for a module, argument or option that the transformer lacks, and attention
+        modules beside the plan's. In ``enable``, and before a pass if modules were replaced."""
         named: dict[str, tuple[str, ...]] = {}
         taken = *self.inputs.items(), *self.whole_inputs.items(), *self.counts.items()
         for path, its_arguments in (*taken, *((path, (x,)) for path, x in self.masks.items())):
