@@ -298,8 +298,6 @@ class USPAttention(torch.nn.Module):
         def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
             return (self._run_checked(q, k, v, arguments),)
 
-        extra = (*arguments.args, *arguments.kwargs.values(), arguments.batch_dim_idx)
-        check_only_inputs_require_grad(self.local_attn, extra)
         comparable = self._computed(arguments) if is_saving() else None
         _wait_for_stream(self.sp_stream, query, key, value)
         query, key, value = self._cast(query, key, value, arguments)
@@ -336,6 +334,8 @@ class USPAttention(torch.nn.Module):
         shared_tensors: dict[str, torch.Tensor] = {}  # filled by check, then compared
 
         def check() -> tuple[Signature, DropInPlan]:
+            extra = (*arguments.args, *arguments.kwargs.values(), arguments.batch_dim_idx)
+            check_only_inputs_require_grad(self.local_attn, extra)
             signature, plan = self._plan(query, key, value, arguments)
             sinks = None if plan.attention is None else plan.attention.sinks(query.device)
             shared_tensors.update({} if sinks is None else {"sinks": sinks})

@@ -108,7 +108,7 @@ def is_saving() -> bool:
 
 def check_only_inputs_require_grad(attention: object, args: Sequence[object]) -> None:
     """UnsupportedAttentionError under :func:`keep_attention` for trainable parameters of attention
-    or further arguments that require grad: their gradient would be lost. On this rank alone."""
+    or further arguments that require grad: their gradient would be lost."""
     if not is_saving():
         return
     weights = attention.parameters() if isinstance(attention, torch.nn.Module) else ()

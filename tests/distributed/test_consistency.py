@@ -279,6 +279,7 @@ class Wrong(Local):
 def wrong_local_attention(ctx: RankContext, how: str, kept: bool) -> tuple[Error, float]:
     mesh = mesh_of(WORLD)
     local = Wrong(how if ctx.rank == 1 else "")
+    local.weight = torch.nn.Parameter(torch.zeros(1), how == "trains" and ctx.rank == 1)
     module = ds_usp.USPAttention(local, gather_idx=1, mesh=mesh, layout="contiguous")
     qkv, _ = qkv_of(mesh, 0)
     first = keep_attention(module) if kept else module
@@ -311,6 +312,8 @@ def test_a_local_attention_that_differs_on_one_rank_raises_everywhere(pool, kept
         "dtype": ("MeshError", "torch.float32 on ranks 0, 2-3, torch.float64 on rank 1"),
         "head dim": ("MeshError", "8 on ranks 0, 2-3, 4 on rank 1"),
     }
+    if kept:
+        texts["trains"] = ("UnsupportedAttentionError", "under keep_attention that gradient would")
     for how, (kind, text) in texts.items():
         case = {"how": how, "kept": kept}
         results = pool.run(wrong_local_attention, WORLD, timeout=TIMEOUT_S, **case)
