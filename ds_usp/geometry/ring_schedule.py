@@ -257,8 +257,8 @@ def _merged_local_step(
 
 
 def _max_merged_tokens(ring: Ring, offsets: Sequence[int], support: TileSupport) -> int:
-    """Most key tokens of a merged step on any rank. It is an upper bound with documents, which are
-    others in each batch, and in large rings, where planning for all ranks takes too long."""
+    """Most key tokens of a merged step on any rank; 0 without one. An upper bound with documents,
+    which are others in each batch, and in large rings, where planning for all takes too long."""
     ranks = range(ring.degree)
     if ring.mask.documents or len(ranks) > _MAX_RING_PLANNED_FOR_ALL:
         return max(_num_recv_tokens(ring, rank, [*offsets, 0]) for rank in ranks)

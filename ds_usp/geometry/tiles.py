@@ -385,7 +385,7 @@ class _CallBuilder:
     def __init__(self, samples: int, max_gaps: tuple[int, int]) -> None:
         self._tiles: list[list[Tile]] = [[] for _ in range(samples)]
         self._max_gaps = max_gaps  # in rows and in columns
-        self._window: Bounds = (None, None)
+        self._window: Bounds = (None, None)  # None: no tile so far is bound on that side
         # Tiles that a side of the window does not bind need it to be as wide as this.
         self._widest = (0, 0)
 

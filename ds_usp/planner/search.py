@@ -273,7 +273,7 @@ class _Collector:
             config = base.replace(micro_batch=micro_batch, recompute=recompute_mode)
             self._bytes[key] = layer_bytes(result.work, config)
         layers = base.layers_per_stage(result.work.model)
-        # Two layers stay where all is offloaded; a third for what lives in a layer's backward pass.
+        # Offload leaves two layers; a third stands for a layer's backward pass, which may be less.
         resident_layers = min(3, layers) if self._framework.offloads else layers
         if base.checkpoint_layers > 1:  # inputs of groups, and of a group's layers in backward
             resident_layers = min(2, layers)

@@ -338,7 +338,7 @@ class Transfer:
         return {m.target: maps[m.source].state for m in last.moves if m.target.rank == rank}
 
     def _received(self, round_: RankRound, local_maps: dict[Piece, Map]) -> dict[Piece, Map]:
-        """Return the maps that this rank has after a round: its pieces' and those received."""
+        """Collective: the maps that this rank has after a round, its pieces' and those received."""
         rank, degree = self.call.mesh.rank, self.chains.layout.degree
         rows = self.chains.rows_of_piece
         maps = dict(local_maps)
