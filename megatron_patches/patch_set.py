@@ -134,7 +134,8 @@ class PatchSet:
             _record(module, self, applied=False)
 
     def stale(self) -> tuple[str, ...]:
-        """Names in loaded modules that still hold a replaced object, ``module:name``.
+        """Names in loaded modules that still hold a replaced object, ``module:name``; ``run.py``
+        asks after :meth:`apply`, and refuses to go on with any.
 
         A replaced module does not count: a patch gives one importer another module, and no other
         importer. Nor do torch's functions in other libraries than Megatron, which they are replaced

@@ -1,4 +1,5 @@
-"""Whether TransformerEngine's layers can be built here, read without importing it."""
+"""Whether TransformerEngine's layers can be built here, read without importing it: Megatron-LM's
+patched arguments ask, on each rank."""
 
 from __future__ import annotations
 

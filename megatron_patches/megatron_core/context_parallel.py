@@ -247,7 +247,8 @@ def check_degrees(
     names: Mapping[str, str] = KEYWORDS,
     **model: int,
 ) -> int:
-    """The Ulysses degree that ``mesh_over`` gives context-parallel groups, before there are any.
+    """The Ulysses degree that ``mesh_over`` gives context-parallel groups, before there are any;
+    Megatron-LM's patched arguments ask too, earlier, with flags as ``names``.
 
     Args:
         size: ranks of a group.

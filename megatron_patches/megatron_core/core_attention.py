@@ -158,10 +158,11 @@ def check_dense_mask(
         local_tokens: number of this rank's tokens, ``s_local``.
 
     Shapes:
-        mask: ``[b or 1, 1, s_local, seq_len]``, True where a query must not look.
+        mask: bool ``[b or 1, 1, s_local, seq_len]``, True where a query must not look.
 
     Raises:
-        UnsupportedAttentionError: on the ranks whose rows of the mask differ.
+        UnsupportedAttentionError: on the ranks whose rows of the mask differ, or that have another
+            value for one.
         MeshError: on the others.
     """
 

@@ -146,6 +146,9 @@ def apply_z_loss(
 ) -> Tensor:
     """``TopKRouter.apply_z_loss``, the mean over a rank's own tokens that are no padding.
 
+    Shapes:
+        logits, result ``[tokens, experts]``; padding_mask ``[tokens]``.
+
     Raises:
         UnsupportedAttentionError: a padding mask, by which context-parallel ranks have other
             numbers of them.

@@ -65,6 +65,8 @@ def losses_of_hidden(
     Shapes:
         lm_output ``[s_local, b, h]``, labels ``[b, s_local]``, logit_weights ``[vocabulary / tp,
         h]``; result ``[b, s]``. Without labels: logits.
+
+    The last two arguments are the original's alone: ``memory.py`` refuses chunks with ``--fp16``.
     """
     from megatron import get_args
     from megatron.core import parallel_state

@@ -1,7 +1,8 @@
 """The patches of Megatron-DeepSpeed and DeepSpeed for sequence parallelism and activation memory.
 
-Those for current packages are in :mod:`.compat`, those for speed in :mod:`.speedups`. The
-README has all of them as tables.
+Rows alone, which ``PatchSet`` applies before the script runs, those of :func:`script_functions`
+once its arguments are parsed. Those for current packages are in :mod:`.compat`, those for speed in
+:mod:`.speedups`. The README has all of them as tables.
 """
 
 from __future__ import annotations

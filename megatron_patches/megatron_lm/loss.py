@@ -20,7 +20,8 @@ def forward_step_calc_loss(
     **kwargs: Any,
 ) -> Any:
     """``forward_step_calc_loss``, whose reported losses are those of all context-parallel ranks:
-    one more all-reduce of two numbers for each, in each micro batch of the last stage."""
+    one more all-reduce of two numbers for each, in each micro batch of the last stage. ``original``
+    is that of ``megatron_core/loss.py``, which divides the loss that is trained."""
     from megatron.training import get_args
 
     flags = get_args()
