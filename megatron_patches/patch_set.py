@@ -155,8 +155,8 @@ class PatchSet:
         )
 
     def markdown(self) -> str:
-        """One row for patches that differ in their target alone, and one for a group of bypassed
-        functions; a table for each purpose."""
+        """One row for neighbours that differ in their target alone, and one for a group of bypassed
+        functions; a table for each purpose. ``test_patch.py`` compares the README with it."""
         rows: dict[str, list[tuple[str, ...]]] = {}
         for (purpose, *cells), group in itertools.groupby((*self.patches, *self.later), _cells):
             targets = (target for patch in group for target in (patch.target, *patch.also_in))

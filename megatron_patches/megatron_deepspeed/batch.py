@@ -104,7 +104,8 @@ def model_provider(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def build_index_mappings(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``_build_index_mappings``, first on the first tensor-parallel rank, then on the others."""
+    """``_build_index_mappings`` of each data set, at the start: first on the first tensor-parallel
+    rank, then on the others."""
     # Rank 0 writes the index before barriers over its data- and pipeline-parallel groups. Under
     # sequence parallelism all tensor-parallel ranks read, which are in neither.
     from megatron import get_args

@@ -129,8 +129,8 @@ def set_jit_fusion_options(original: Callable[[], None]) -> None:
 
 
 def initialize_distributed(original: Callable[[], None]) -> None:
-    """``_initialize_distributed``; then ``args.local_rank`` of CPU ranks is the launcher's: the
-    original takes it from NUMA nodes, which DeepSpeed's engine refuses."""
+    """``_initialize_distributed``, collective; then ``args.local_rank`` of CPU ranks is that of the
+    launcher: the original takes it from NUMA nodes, which DeepSpeed's engine refuses."""
     from megatron import get_args
 
     original()

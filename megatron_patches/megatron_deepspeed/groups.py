@@ -1,4 +1,6 @@
-"""Megatron-DeepSpeed's process groups, from one table over one grid of ranks."""
+"""Megatron-DeepSpeed's process groups, from one table over one grid of ranks: created once a start,
+from validated arguments, by all ranks. Nothing else here communicates.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +187,8 @@ def get_sequence_parallel_src_rank() -> int:
 
 
 def getter(variable: str, query: Callable[[Any], Any]) -> Callable[[], Any]:
-    """A getter of ``parallel_state``: ``query`` of the group in ``variable`` when it is called."""
+    """A getter that ``patch_table.py`` adds to ``parallel_state``: ``query`` of the group that is
+    in ``variable`` when it is called."""
 
     def get() -> Any:
         from megatron.core import parallel_state

@@ -97,8 +97,8 @@ _GEMM_LAST_REFUSALS = apart(
 
 
 def check_flags(args: Any) -> None:
-    """Check the memory settings in validated arguments; whether a rank has tokens for all chunks of
-    an MLP is checked where the layout is known.
+    """Check the memory settings in validated arguments, once a start; whether a rank has tokens for
+    all chunks of an MLP is checked where the layout is known, in ``arguments.py``.
 
     Raises:
         ConfigError: numbers out of range, or options that do not go together with a setting.

@@ -51,7 +51,7 @@ def gelu_backward(original: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple
 
 def has_overflow(original: Callable[[Any], Tensor], optimizer: Any) -> Tensor:
     """``has_overflow_partitioned_grads_serial`` of ZeRO-1 and 2: whether any gradient of this rank
-    is not finite.
+    is not finite. DeepSpeed asks at most once a step, and reduces the answer over ranks.
 
     Shapes:
         result: ``[1]``, bool.

@@ -123,7 +123,7 @@ class EnabledVAE(AbstractContextManager["EnabledVAE"]):
                 setattr(vae, name, _Bound(self, name, original))
 
     def disable(self) -> None:
-        """Leave the VAE as it was."""
+        """Leave the VAE as it was; communicates nothing."""
         for name, before in self._replaced.items():
             if isinstance(vars(self.vae).get(name), _Bound):  # else it was replaced since
                 delattr(self.vae, name)
