@@ -273,10 +273,9 @@ class _Collector:
             config = base.replace(micro_batch=micro_batch, recompute=recompute_mode)
             self._bytes[key] = layer_bytes(result.work, config)
         layers = base.layers_per_stage(result.work.model)
-        # Offload leaves two layers; a third stands for a layer's backward pass, which may be less.
-        resident_layers = min(3, layers) if self._framework.offloads else layers
-        if base.checkpoint_layers > 1:  # inputs of groups, and of a group's layers in backward
-            resident_layers = min(2, layers)
+        # Offload leaves two layers, a group its input and those of its layers in backward.
+        leaves_two = self._framework.offloads or base.checkpoint_layers > 1
+        resident_layers = min(2, layers) if leaves_two else layers
         min_activations = resident_layers * self._bytes[key]
         return states + min_activations + result.cluster.workspace_bytes > result.budget_bytes
 

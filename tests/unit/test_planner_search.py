@@ -23,7 +23,7 @@ from ds_usp.planner.parallel_config import (
     framework_caps,
     infeasible_reason,
 )
-from ds_usp.planner.search import GIB, STATED_ERROR, SearchResult, search
+from ds_usp.planner.search import GIB, STATED_ERROR, SearchResult, _Collector, search
 from ds_usp.planner.step_time import step_mfu, step_time
 
 
@@ -244,3 +244,11 @@ def test_auto_chooses_ulysses_and_keeps_all_else():
         cluster, work, framework_caps("megatron-deepspeed"), run.replace(dp=32), 32
     )
     assert alone.ulysses == 1
+
+
+def test_what_is_cut_off_unevaluated_would_not_fit(monkeypatch):
+    """One GPU of 1M tokens, where offload leaves two layers."""
+    run = functools.partial(find.__wrapped__, "llama3.2-1b", 2**20, 4, 1, "h200", "transformers")
+    plans = run().plans
+    monkeypatch.setattr(_Collector, "_cannot_fit", lambda *_: False)
+    assert [plan.config for plan in plans] == [plan.config for plan in run().plans]
