@@ -1,4 +1,5 @@
-"""The patches of machines without a GPU, for megatron-core and for Megatron-LM's training loop."""
+"""The patches of machines without a GPU, for megatron-core and for Megatron-LM's training loop;
+``PatchSet`` leaves them out where there is one, but for those of ``without_apex.py``."""
 
 from __future__ import annotations
 

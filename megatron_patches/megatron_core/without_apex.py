@@ -21,7 +21,7 @@ _EXPERTS = "megatron.core.transformer.moe"
 
 
 def patches() -> tuple[Patch, ...]:
-    """The patches, which change nothing where one of the packages is installed."""
+    """The patches, listed in ``cpu_patch_table.py``, each for ranks without packages it names."""
     return (
         wrap(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
