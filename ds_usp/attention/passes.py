@@ -420,6 +420,9 @@ class BackwardPass(Pass[BackwardChunk]):
 
     def _take_heads(self, chunk: BackwardChunk, tensors: Sequence[torch.Tensor]) -> None:
         # Of shards q and out come before dout; k and v between, with the chunk that brings them.
+        # One more tensor would be in plan_head_exchanges' ranges too, in plan.py's pack_saved,
+        # unpack_saved and _staging_bytes, in post_heads, slice_heads and custom_ops.py's meta
+        # function.
         *shards, chunk.dout = tensors
         if shards:
             q, *kv, out = shards

@@ -412,7 +412,8 @@ def _schedules(
     resolved: ResolvedTuning,
 ) -> dict[tuple[ChunkPosition, ChunkPosition], RingSchedule]:
     """One ring schedule for each pair (forward, backward) of positions that chunks have, with the
-    steps of both passes."""
+    steps of both passes. ``ring_schedule`` is cached, and ``planner/attention_time.py`` joins its
+    passes in the same way."""
     query_layout, kv_layout = layouts
     plan = partial(
         ring_schedule,

@@ -1,6 +1,6 @@
 """Records by which a rank declares its next operation, as bytes to compare and as fields to show;
-and the error message when the ranks' records differ. ``consistency.py`` encodes one for each
-comparison and decodes them only where bytes differ; nothing here communicates."""
+and the error when they differ. ``consistency.py`` encodes one for each comparison and decodes them
+only where bytes differ, ``model_comparison.py`` makes some for its error; nothing is sent here."""
 
 from __future__ import annotations
 

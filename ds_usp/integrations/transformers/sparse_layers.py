@@ -131,7 +131,7 @@ class SparseLayers:
             self._replaced.set(layer, "config", config)
             forward = partial(type(layer).forward, layer)
             run = partial(_run_layer, layer, forward, name, query_chunks)
-            self._replaced.set(layer, "forward", run)
+            self._replaced.set(layer, "forward", run)  # inside of Accelerate's hooks, if it has any
             if (indexer := _indexer_of(layer)) is not None:
                 by_cache = partial(run_indexer, partial(type(indexer).forward, indexer))
                 in_blocks = _is_any(type(indexer), _LOOPS_OVER_QUERIES)
