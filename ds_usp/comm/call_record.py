@@ -133,7 +133,7 @@ def mismatch_error(records: Sequence[CallRecord], earlier: Sequence[str] = ()) -
     """The error that shows in which fields the records of all ranks differ, by groups of ranks.
 
     Args:
-        earlier: texts of the earlier calls that differ; empty where the call that begins differs.
+        earlier: texts of calls before whose tensors, compared only now, differ; () if none do.
     """
     by_rank = dict(enumerate(records))
     texts = tuple(str(record.signature) for record in records)
