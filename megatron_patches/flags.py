@@ -60,7 +60,8 @@ CHECKPOINT_LAYERS_REFUSALS = (
 
 def check_mlp_chunks(args: Any, tokens: int) -> None:
     """ConfigError for a negative number, and for more chunks of the MLP than ``tokens``, the least
-    that an MLP of any rank gets of a sequence; 0: the MLP is not in chunks."""
+    that an MLP of any rank gets of a sequence; 0: the MLP is not in chunks. ``args`` are the
+    program's own: Megatron-LM's names are not mapped here."""
     chunks = args.usp_mlp_chunks
     if not 0 <= chunks <= tokens:
         raise ConfigError(

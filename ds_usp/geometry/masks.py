@@ -322,9 +322,9 @@ class MaskSpec:
         return MaskSpec(left, self.right) if self.documents else self
 
     def areas_of(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
-        """All pairs that attend, each in one area: a block's pairs beyond ``right`` in one of their
-        own. Areas that may make one tile are together, in a tuple. ``sample``: an index of
-        ``documents``; 0 without."""
+        """All pairs that attend, each in one area. Areas that tiles.py may merge into one tile are
+        together, in a tuple, as which tuning.py counts them; ring_traffic.py sends what they see.
+        ``sample``: an index of ``documents``; 0 without."""
         if self.areas:
             yield from zip(self.areas, strict=True)
             return

@@ -23,7 +23,8 @@ def _arguments(
 ) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
     """Return a launch's grid, integers and constants, for tensors ``[B, rows, H, D]``, of which the
     first is the result, and log-sum-exps ``[B, H, rows]``. Integers are the numbers of rows and
-    features, and all strides but the last, tensor by tensor, as the kernels below name them.
+    features, and all strides but the last, tensor by tensor. Both have the order of the kernels'
+    parameters below, by which later launches may pass them.
     ``count``: partial results, the kernels' COUNT; 0: they have none."""
     # CachedLauncher caches it by count, the first shape, dtypes and strides, which alone it reads.
     batch, rows, heads, dim = tensors[0].shape
