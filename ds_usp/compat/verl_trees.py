@@ -45,7 +45,7 @@ class _SamplesAsTree:
 
     @classmethod
     def read(cls, samples: Any) -> _SamplesAsTree | None:
-        """The tree of verl's micro batch ``samples``; None where no samples share a prefix.
+        """The tree of a micro batch, a TensorDict; None where no samples share a prefix.
 
         Raises:
             ConfigError, UnsupportedAttentionError: options of verl that a tree does not go with.
@@ -67,7 +67,7 @@ class _SamplesAsTree:
                 "share_prefixes: samples of one micro batch have several temperatures, and a token "
                 "that they share has one: leave share_prefixes out"
             )
-        ids = samples["input_ids"]
+        ids = samples["input_ids"]  # jagged, as positions: of one kind, verl.py refuses others
         rows, positions = (
             [row.cpu() for row in x.unbind()] for x in (ids, samples["position_ids"])
         )
@@ -121,7 +121,7 @@ def change_engine(module: ModuleType, attention_of: Callable[[Any], Any]) -> Non
         return inputs, output_args
 
     actor.prepare_model_inputs = prepare_model_inputs
-    for engine in (actor, module.FSDPEngineWithValueHead):
+    for engine in (actor, module.FSDPEngineWithValueHead):  # which inherits actor's inputs
         engine.prepare_model_outputs = _outputs_of_samples(engine.prepare_model_outputs)
 
 

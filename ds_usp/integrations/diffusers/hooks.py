@@ -369,7 +369,7 @@ class ShardedTransformer:
             return None
         with self._declared_to_ranks():
             if state is not None:
-                state.values.finish()
+                state.values.finish()  # compares arguments' values: collective
                 self._comparison.end_of_forward()
                 if not state.joined:
                     raise UnsupportedAttentionError(
@@ -377,7 +377,7 @@ class ShardedTransformer:
                         "what it returns is a shard"
                     )
                 if torch.is_grad_enabled():
-                    out = tree_map_only(Tensor, state.output, out)
+                    out = tree_map_only(Tensor, state.output, out)  # for gradients="sum"
                 else:
                     self._check_attended(state)
             joined = self._parts.join(out, self.mesh)

@@ -232,8 +232,8 @@ def parameters_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def modules_at(transformer: nn.Module, path: str, optional: bool = False) -> Iterator[nn.Module]:
-    """Yield the modules that a path of a :class:`Plan` names; ConfigError, when the first is asked
-    for, if there is none and it is not optional."""
+    """Yield the modules that a path of a :class:`Plan` names, none under what is None or empty;
+    ConfigError, when the first is asked for, if a name is missing and it is not optional."""
     modules: list[Any] = [transformer]
     for part in path.split(".") if path else ():
         if part == "*":

@@ -512,8 +512,8 @@ def usp_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> LayerMask | Tensor:
-    """The mask interface of ``usp``: a stand-in for the mask, or a tensor for layers that need one
-    (``Shard.mask_of_keys``). UnsupportedAttentionError for an unknown mask function."""
+    """The mask interface of ``usp``: a stand-in, or a tensor for layers that need one. Padding is
+    among the documents of the packing. UnsupportedAttentionError for an unknown mask function."""
     if isinstance(attention_mask, LayerMask):  # made around the text model, for all of its layers
         return attention_mask
     mask, shard = LayerMask(_band_of(mask_function)), PASS.get()

@@ -530,7 +530,7 @@ class EnabledModel(AbstractContextManager["EnabledModel"]):
 
     def _end(self, _: nn.Module, __: Any, out: Any) -> None:
         """End a forward pass, also one that has failed: what is called next is a caller's own."""
-        if out is None:  # torch has none to give after an error
+        if out is None:  # after an error, which is declared to the ranks without waiting
             name = type(self._inner).__name__
             self.mesh.consistency.leave_forward_pass(name, sys.exc_info()[1])
         self._whole_batch, self._running.targets, self._rows = None, None, None

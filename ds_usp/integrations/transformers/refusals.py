@@ -286,9 +286,9 @@ def check_documents(model: PreTrainedModel, batch: WholeArguments) -> None:
 
 
 def check_layerdrop(trunk: PreTrainedModel, batch: WholeArguments) -> None:
-    """UnsupportedAttentionError where ranks would leave out different layers."""
-    # Of the modules, not of the configuration, where some call it decoder_layerdrop. On a CPU the
-    # generator of dropout chooses them, whose state is each rank's own.
+    """UnsupportedAttentionError where ranks would leave out different layers of a text model."""
+    # Of the modules, not of the configuration, where some call it decoder_layerdrop. The CPU's
+    # generator chooses layers: of tokens on CPUs it is each rank's own, else it has to be equal.
     layerdrop = max(getattr(module, "layerdrop", None) or 0.0 for module in trunk.modules())
     if layerdrop and trunk.training and next(iter(batch.tensors.values())).device.type == "cpu":
         raise UnsupportedAttentionError(
@@ -315,7 +315,7 @@ _DROPPED = "ranks on CPUs would drop other parts of it: make it with that at 0, 
 
 def check_adapters(model: PreTrainedModel, batch: WholeArguments) -> None:
     """UnsupportedAttentionError where ranks would drop other parts of an adapter, or sample other
-    weights of it; or draw the same noise for their shards."""
+    weights of it; or draw one noise for all shards. PEFT sets ``peft_config`` of what it wraps."""
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
     on_cpu = next(iter(batch.tensors.values())).device.type == "cpu"
     for name, config in configs.items():
@@ -582,8 +582,8 @@ def check_arguments(arguments: Mapping[str, Any], takes_others: bool, has_loss: 
 
 
 def check_generate(model: PreTrainedModel) -> None:
-    """UnsupportedAttentionError for generation with gradients enabled: none goes through the model
-    as it was, which generates."""
+    """UnsupportedAttentionError for generation with gradients enabled, on this rank alone: no
+    gradient goes through the model as it was, which generates."""
     if torch.is_grad_enabled():
         raise UnsupportedAttentionError(
             f"{type(model).__name__}.generate: a new token's forward pass is too short to be "

@@ -375,9 +375,9 @@ class ReplicatedBatches:
     """The loader that :func:`replicate_batches` returns."""
 
     def __init__(self, loader: Iterable[Any] | None, mesh: SequenceMesh) -> None:
-        check_mesh(mesh, loader)
+        check_mesh(mesh, loader)  # they may have been exchanged
         self.loader, self.mesh = loader, mesh
-        replicas = data_parallel_ranks(mesh)
+        replicas = data_parallel_ranks(mesh)  # collective over the world
         length = -1
         with suppress(TypeError):  # an iterator has none
             length = len(cast(Sized, loader))

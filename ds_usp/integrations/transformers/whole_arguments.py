@@ -466,7 +466,7 @@ def _check_dims(name: str, x: Any) -> None:
 
 
 def _real_tokens(mask: Any, size: int, seq_len: int) -> list[RealTokens]:
-    """The real tokens of each row, one run, by the caller's attention_mask; refuses others."""
+    """The real tokens of each row, one run or none, by a mask of 0, 1 or numbers of documents."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnsupportedAttentionError(
             f"attention_mask {list(getattr(mask, 'shape', [])) or type(mask).__name__} must be "
