@@ -131,7 +131,7 @@ class KVExchange:
         return staging.tensor
 
     def post(self, number: int, packed: torch.Tensor, *, overlapped: bool) -> None:
-        """Start an exchange: this rank receives its block, others get theirs from ``packed``, which
+        """Start an exchange: this rank receives its block, and others what ``packed`` has, which
         :meth:`pack` returned."""
         transfer = self._transfers[number]
         self._block = block = self._buffers[number % 2]

@@ -208,7 +208,9 @@ def square_of_logits(out: Any) -> torch.Tensor:
 
 
 def decorated(function: Any) -> Any:
-    return lambda out: function(out)
+    if function is None:
+        unset = None
+    return lambda out: function(out) if out else unset
 
 
 @decorated

@@ -218,7 +218,7 @@ def test_bf16_stays_within_its_rounding_error(server, grid):
 
 
 def test_zero_0_sums_gradients_of_bf16_as_zero_1_does(server):
-    """In bf16 over micro batches, unless ZeRO-1 is asked for fp32: ZeRO-0 is not refused."""
+    """ZeRO-0 is not refused: both sum in bf16, unless ZeRO-1 is asked for fp32."""
     fp32 = {"data_types": {"grad_accum_dtype": "fp32"}}
     more = f"--bf16 --micro-batch-size 1 --global-batch-size 16 --train-iters {STEPS}"
     at_zero_0, at_zero_1, in_fp32 = (

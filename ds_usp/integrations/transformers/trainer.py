@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -315,8 +315,7 @@ def _join_logits(trainer: Trainer) -> None:
 
 
 def _reads_tokens(trainer: Trainer) -> bool:
-    """Whether a ``compute_loss`` or ``training_step`` that is not transformers' and not TRL's reads
-    outputs per token, itself or in functions and methods that it reaches by names."""
+    """Whether the program's own ``compute_loss`` or ``training_step`` reads outputs per token."""
     owners, names = (trainer, *type(trainer).__mro__), ("compute_loss", "training_step")
     own = [vars(x)[name] for x in owners for name in names if name in vars(x)]
     for function in (reached := list(own)):  # it grows meanwhile
@@ -325,12 +324,13 @@ def _reads_tokens(trainer: Trainer) -> bool:
             return True
         if function not in own and "site-packages" in scope.get("__file__", ""):
             continue  # what a library calls is not followed
-        places = [scope, *map(vars, type(trainer).__mro__)]
-        places += [vars(x) for x in map(scope.get, used) if isinstance(x, ModuleType)]
-        found = [place[x] for place in places for x in used & place.keys()]
-        found += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        found = [getattr(x, "__wrapped__", x) for x in found]
-        reached += [x for x in found if isinstance(x, FunctionType) and x not in reached]
+        modules = (x for x in map(scope.get, used) if isinstance(x, ModuleType))
+        places = map(vars, (*type(trainer).__mro__, *modules))
+        values = [place[x] for place in (scope, *places) for x in used & place.keys()]
+        cells = filter(CellType().__ne__, getattr(function, "__closure__", None) or ())  # not empty
+        values += [cell.cell_contents for cell in cells]
+        called = (getattr(x, "__wrapped__", x) for x in values)
+        reached += [x for x in called if isinstance(x, FunctionType) and x not in reached]
     return False
 
 
