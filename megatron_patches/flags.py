@@ -59,9 +59,11 @@ CHECKPOINT_LAYERS_REFUSALS = (
 
 
 def check_mlp_chunks(args: Any, tokens: int) -> None:
-    """ConfigError for a negative number, and for more chunks of the MLP than ``tokens``, the least
-    that an MLP of any rank gets of a sequence; 0: the MLP is not in chunks. ``args`` are the
-    program's own: Megatron-LM's names are not mapped here."""
+    """Raise ConfigError for a negative number of chunks of the MLP, and for more than ``tokens``,
+    those of a sequence in the shortest shard; 0: the MLP is not in chunks. Callers count them, per
+    TP rank if MLPs get a TP rank's share. ``args`` are the program's own: Megatron-LM's names are
+    not mapped here. The planner's limit is in ``memory_violations`` (planner/parallel_config.py).
+    """
     chunks = args.usp_mlp_chunks
     if not 0 <= chunks <= tokens:
         raise ConfigError(

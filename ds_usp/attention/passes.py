@@ -419,10 +419,12 @@ class BackwardPass(Pass[BackwardChunk]):
         chunk.pending = DONE
 
     def _take_heads(self, chunk: BackwardChunk, tensors: Sequence[torch.Tensor]) -> None:
-        # Of shards q and out come before dout; k and v between, with the chunk that brings them.
-        # One more tensor would be in plan_head_exchanges' ranges too, in plan.py's pack_saved,
-        # unpack_saved and _staging_bytes, in post_heads, slice_heads and custom_ops.py's meta
-        # function.
+        # `tensors`, with all tokens of the chunk's heads: of shards q, out and dout, and k and v
+        # after q with the chunk that brings them for its KV group. Without saves_shards dout alone:
+        # __init__ has set `saved` and `local_kv`. One more tensor would be in plan_head_exchanges'
+        # ranges too, in plan.py's pack_saved, unpack_saved and _staging_bytes, in post_heads,
+        # slice_heads and custom_ops.py's meta function. Gradients are summed in fp32 or better
+        # (GradAccumulator), whatever the dtype of q, k and v, in which they return.
         *shards, chunk.dout = tensors
         if shards:
             q, *kv, out = shards

@@ -412,8 +412,8 @@ def _schedules(
     resolved: ResolvedTuning,
 ) -> dict[tuple[ChunkPosition, ChunkPosition], RingSchedule]:
     """One ring schedule for each pair (forward, backward) of positions that chunks have, with the
-    steps of both passes. ``ring_schedule`` is cached, and ``planner/attention_time.py`` joins its
-    passes in the same way."""
+    steps of both passes. ``ring_schedule`` is cached; ``planner/attention_time.py`` joins the steps
+    of both passes too, and needs no ``max_merged_tokens``."""
     query_layout, kv_layout = layouts
     plan = partial(
         ring_schedule,

@@ -17,8 +17,7 @@ from ds_usp.geometry.layout import KINDS
 # say in what, on which ranks, without another exchange: the others may be waiting for something
 # else already. Equal is equal bytes. The texts are for people and nothing reads them back; what
 # code must know of a difference (kinds and lengths of layouts) is in numbers beside them. A record
-# has one size, so that a slot of shared memory and an all-gather hold any; longer ones are cut off,
-# with a digest of all of it, so that they still differ where the rest does.
+# has one size, for slots of shared memory and all-gathers; a longer one ends with a digest of it.
 RECORD_BYTES = 2048
 # kind, aborted passes, exchanges, deferred, number of layouts
 _HEADER = struct.Struct("<BIQ?B")
@@ -131,6 +130,7 @@ class CallRecord(NamedTuple):
 
 def mismatch_error(records: Sequence[CallRecord], earlier: Sequence[str] = ()) -> MeshError:
     """The error that shows in which fields the records of all ranks differ, by groups of ranks.
+    Records that differ in ``kind`` or ``deferred`` differ in a field too: neither is shown.
 
     Args:
         earlier: texts of calls before whose tensors, compared only now, differ; () if none do.

@@ -323,8 +323,8 @@ class MaskSpec:
 
     def areas_of(self, sample: int = 0) -> Iterator[tuple[Area, ...]]:
         """All pairs that attend, each in one area. Areas that tiles.py may merge into one tile are
-        together, in a tuple, as which tuning.py counts them; ring_traffic.py sends what they see.
-        ``sample``: an index of ``documents``; 0 without."""
+        together, in a tuple, as which tuning.py counts them; ring_traffic.py sends what they see,
+        chunking.py counts their pairs. ``sample``: an index of ``documents``; 0 without."""
         if self.areas:
             yield from zip(self.areas, strict=True)
             return

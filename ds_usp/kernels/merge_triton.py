@@ -174,7 +174,8 @@ def _sum_of_few(  # type: ignore[no-untyped-def]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
-# As _sum_of_few, of up to 8 tensors (_MAX_PARTIALS).
+# As _sum_of_few, of up to 8 tensors (_MAX_PARTIALS): sum_fused launches it again, with the sum so
+# far as p0, for more. p1 to p7 from COUNT on are given, and not read.
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
     out, p0, p1, p2, p3, p4, p5, p6, p7,

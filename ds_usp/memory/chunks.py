@@ -1,9 +1,8 @@
 """Activation checkpoints of token-wise functions, one chunk of tokens at a time.
 
-torch's checkpoints do the work, so that the parameters of all chunks stay inputs of one graph. Only
-the chunks' borders and the sums of parameters' gradients are functions of this module. Layers of
-integrations, ``megatron_patches`` and the trainer call it in each forward pass. Nothing here
-communicates, but hooks of a chunk's modules do (ZeRO-3, FSDP2): all ranks need as many chunks.
+torch's checkpoints do the work, so that the parameters of all chunks stay inputs of one graph.
+Layers of integrations, ``megatron_patches`` and the trainer call it in each forward pass. Nothing
+here communicates, but hooks of a chunk's modules do (ZeRO-3, FSDP2): all ranks need as many chunks.
 
 Source: DeepSpeed's ALST (Bekman et al., 2506.13996), section 3.1.1, with backward passes of its own
 """
@@ -42,7 +41,8 @@ def in_chunks(
     Args:
         run: computes every index along ``dim`` independently, as an MLP does tokens; its result
             has as many, and may differ in the other sizes.
-        chunks: how many, of sizes that differ by at most 1; 1: plain ``run(x)``, as callers ask.
+        chunks: how many, not of how many tokens, as shards may differ in length; sizes differ by
+            at most 1. 1: plain ``run(x)``. ``planner/formulas.py`` prices what one chunk holds.
         module: whose parameters ``run`` uses. None: the module that ``run`` is, is a method of or
             has as the first argument of a ``functools.partial``, if it does.
 

@@ -372,7 +372,8 @@ def _mask_of_keys(
 
 
 def _embed_positions(forward: Any, embeds_angles: bool, *args: Any, **kwargs: Any) -> Any:
-    """Embed the positions of this rank's tokens, where the model would count them."""
+    """Embed the positions of this rank's tokens, where the model would count them.
+    ``embeds_angles``: the module's class is in ``_ANGLES``."""
     shard = PASS.get()
     if shard is None or shard.positions is None:
         return forward(*args, **kwargs)

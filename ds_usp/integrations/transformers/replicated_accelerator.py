@@ -243,14 +243,15 @@ class ReplicatedAccelerator(Accelerator):
         )
 
     def gather_objects(self, objects: Any) -> list[Any]:
-        """The lists of each mesh's first rank, one after the other."""
+        """The lists of each mesh's first rank, one after the other; rl.py replaces TRL's by it."""
         from accelerate.utils import gather_object
 
         parts = gather_object([objects])
         return [x for rank in sorted(set(self._usp_first_ranks)) for x in parts[rank]]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather each mesh's values once, without the samples that filled up the last batch."""
+        """:meth:`gather`, or :meth:`gather_objects` of what is no tensor, without the samples that
+        fill up the last batch of all replicas."""
         from accelerate.utils import recursively_apply
 
         try:

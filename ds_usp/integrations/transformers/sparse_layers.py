@@ -125,9 +125,8 @@ class SparseLayers:
         name = "sdpa" if implementation == "sdpa" else "eager"
         configs: dict[int, Any] = {}
         for layer in self.layers:
-            any_layer: Any = layer  # for the type checker
-            config = configs.setdefault(id(any_layer.config), copy.copy(any_layer.config))
-            config._attn_implementation_internal = name
+            config = configs.setdefault(id(layer.config), copy.copy(layer.config))
+            config._attn_implementation_internal = name  # for some calls _attends_to_picked's
             self._replaced.set(layer, "config", config)
             forward = partial(type(layer).forward, layer)
             run = partial(_run_layer, layer, forward, name, query_chunks)
