@@ -147,9 +147,8 @@ class ReplicatedAccelerator(Accelerator):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """Accelerate's, by replicas: its own would count ranks here. No loader dispatches batches,
-        which is the default of iterable data sets. A loader that an accelerator has prepared is
-        returned as it is."""
+        """Accelerate's, by replicas: its own would count ranks here. No loader dispatches batches.
+        A loader that an accelerator has prepared is returned as it is."""
         from accelerate.data_loader import prepare_data_loader
 
         if getattr(data_loader, "_is_accelerate_prepared", False):
