@@ -236,6 +236,73 @@ class PenaltyByMethod(transformers.Trainer):
         return loss + sum(x.logits.mean() for x in [out])
 
 
+class Mean:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    @property
+    def scaled(self) -> Any:
+        return self._of
+
+    def _of(self, out: Any) -> torch.Tensor:
+        return self.weight * sum(x.logits.mean() for x in [out])
+
+    @classmethod
+    def once(cls, out: Any) -> torch.Tensor:
+        return cls(1.0)._of(out)
+
+
+class MeanModule(torch.nn.Module):
+    def forward(self, out: Any) -> torch.Tensor:
+        return out["logits"].mean()
+
+
+class Nested:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def again(self, out: Any) -> torch.Tensor:
+        return self.inner.once(out)
+
+
+MEAN, mean_of = Mean(2.0), functools.partial(square_of_logits)
+
+
+def wrapped(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(out: Any) -> torch.Tensor:
+        return function(out) + out.logits.mean()
+
+    return call
+
+
+@wrapped
+def zero(out: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+class PenaltyByObject(transformers.Trainer):
+    """Gives what the model returns to the method of an object."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any):
+        loss, out = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss + MEAN.scaled(out)
+        return (loss, out) if return_outputs else loss
+
+
+def with_call(penalty: Any, **attributes: Any) -> transformers.Trainer:
+    """A trainer whose loss adds ``penalty(trainer, out)``."""
+
+    class WithCall(transformers.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss, out = super().compute_loss(*args, **{**kwargs, "return_outputs": True})
+            return loss + penalty(self, out)
+
+    trainer = WithCall.__new__(WithCall)
+    vars(trainer).update(attributes)
+    return trainer
+
+
 class Logged(transformers.Trainer):
     """Computes transformers' own loss."""
 
@@ -263,7 +330,7 @@ def run_own_loss(
         return finish(ctx, trainer, split, record, evaluate)
 
 
-@pytest.mark.parametrize("kind", [PenaltyByFunction, Focal])
+@pytest.mark.parametrize("kind", [PenaltyByFunction, PenaltyByObject, Focal])
 def test_a_loss_of_values_per_token_is_that_of_one_process(pool, kind):
     """Shards of a row of odd length have another mean than the row."""
     options = {"kind": kind, "packed": True, "evaluate": True, "prediction_loss_only": True}
@@ -286,6 +353,32 @@ def test_what_reads_no_values_per_token_makes_no_whole_logits():
     trainer = transformers.Trainer.__new__(transformers.Trainer)
     trainer.compute_loss = lambda model, inputs, **_: model(**inputs)["logits"].mean()
     assert _reads_tokens(trainer)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "attributes"),
+    [
+        (lambda self, out: MEAN.once(out), {}),
+        (lambda self, out: Mean.once(out), {}),
+        (lambda self, out: mean_of(out), {}),
+        (lambda self, out: zero(out), {}),
+        (lambda self, out: self.mean.once(out), {"mean": MEAN}),
+        (lambda self, out: self.mean(out), {"mean": MeanModule()}),
+        (lambda self, out: self.mean(out), {"mean": MEAN.once}),
+        (lambda self, out: self.mean(out), {"mean": functools.partial(MEAN.once)}),
+        (lambda self, out: self.nested.again(out), {"nested": Nested(MEAN)}),
+        (lambda self, out: self.each[0].once(out), {"each": [MEAN]}),
+        (lambda self, out: self.each["a"].once(out), {"each": {"a": (Mean,)}}),
+        (lambda self, out: self.each[0](out), {"each": torch.nn.ModuleList([MeanModule()])}),
+        (lambda self, out, mean=MEAN: mean.once(out), {}),
+        (lambda self, out, *, mean=MEAN: mean.once(out), {}),
+    ],
+)
+def test_values_per_token_that_an_object_of_the_program_reads_are_those_of_all(penalty, attributes):
+    assert _reads_tokens(with_call(penalty, **attributes))
+    assert not _reads_tokens(with_call(lambda self, out: self.mean, mean=1.0, other=MEAN))
+    library = torch.nn.CrossEntropyLoss()
+    assert not _reads_tokens(with_call(lambda self, out: self.mean(1), mean=library, model=None))
 
 
 @pytest.mark.parametrize(("world", "share"), [(2, 1.0), (4, 0.5)])

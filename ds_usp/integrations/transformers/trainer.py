@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import CellType, CodeType, FunctionType, ModuleType
+from itertools import chain
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -314,29 +316,75 @@ def _join_logits(trainer: Trainer) -> None:
         trainer.training_step = joined(trainer.training_step)
 
 
+_FEW = 64  # elements of a container in which functions are looked for
+_LIBRARIES = "accelerate.", "ds_usp.", "peft.", "torch.", "transformers.", "trl."
+
+
 def _reads_tokens(trainer: Trainer) -> bool:
-    """Whether the program's own ``compute_loss`` or ``training_step`` reads outputs per token."""
+    """Whether the program's own ``compute_loss`` or ``training_step``, or a function of the program
+    that these may call, reads outputs per token."""
     owners, names = (trainer, *type(trainer).__mro__), ("compute_loss", "training_step")
     own = [vars(x)[name] for x in owners for name in names if name in vars(x)]
-    for function in (reached := list(own)):  # it grows meanwhile
-        used, scope = _names_in(function), getattr(function, "__globals__", {})
+    reached, places = list(own), [vars(x) for x in owners]
+    for function in reached:  # both grow meanwhile
+        used = _names_in(function)
         if used & PER_TOKEN or (function in own and not used & {"loss", "super"}):
             return True
-        if function not in own and "site-packages" in scope.get("__file__", ""):
-            continue  # what a library calls is not followed
-        modules = (x for x in map(scope.get, used) if isinstance(x, ModuleType))
-        places = map(vars, (*type(trainer).__mro__, *modules))
-        values = [place[x] for place in (scope, *places) for x in used & place.keys()]
-        cells = filter(CellType().__ne__, getattr(function, "__closure__", None) or ())  # not empty
-        values += [cell.cell_contents for cell in cells]
-        called = (getattr(x, "__wrapped__", x) for x in values)
-        reached += [x for x in called if isinstance(x, FunctionType) and x not in reached]
+        if function in own or _is_of_program(function):
+            called = _functions_named(used, function, places)
+            reached += [x for x in called if x not in reached]
     return False
+
+
+def _functions_named(
+    names: set[Any], function: FunctionType, places: list[Mapping[str, Any]]
+) -> Iterator[FunctionType]:
+    """Yield what ``function`` may call by these names: functions of its closure, defaults and
+    module, and of ``places``. To these are added those of the modules, objects and classes of the
+    program that are found so."""
+    cells = filter(CellType().__ne__, getattr(function, "__closure__", None) or ())  # not empty
+    values = [cell.cell_contents for cell in cells]
+    values += getattr(function, "__defaults__", None) or ()
+    values += (getattr(function, "__kwdefaults__", None) or {}).values()
+    seen = set[int]()
+    for place in chain([getattr(function, "__globals__", {})], places):
+        values += [place[x] for x in {*names, "__call__", "forward"} & place.keys()]
+        while values:
+            value = values.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, FunctionType):
+                yield value
+            elif isinstance(value, MethodType):
+                values += value.__func__, value.__self__
+            elif isinstance(value, partial):
+                values += value.func, *value.args, *value.keywords.values()
+            elif isinstance(value, (list, tuple, dict)) and len(value) <= _FEW:
+                values += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+                values += value.children()
+            elif isinstance(value, ModuleType) or _is_of_program(value):
+                kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+                scopes = [vars(x) for x in (value, *kinds) if hasattr(x, "__dict__")]
+                places += [x for x in scopes if not any(x is y for y in places)]
+            inner = (getattr(value, x, None) for x in ("__wrapped__", "__func__", "func", "fget"))
+            values += [x for x in inner if isinstance(x, FunctionType)]
+
+
+def _is_of_program(value: Any) -> bool:
+    """Whether a function, a class or an object's class is no library's, and no model."""
+    is_named = isinstance(value, (FunctionType, type))
+    module = str((value if is_named else type(value)).__module__)
+    file = str(getattr(sys.modules.get(module), "__file__", ""))
+    is_library = module.startswith(_LIBRARIES) or "-packages" in file
+    is_library |= module.partition(".")[0] in sys.stdlib_module_names
+    return not is_library and not isinstance(value, PreTrainedModel)
 
 
 def _names_in(function: Any) -> set[Any]:
     """Return names and constants in a program's function; of a library's, that it has a loss."""
-    if str(getattr(function, "__module__", "")).startswith(("torch.", "transformers.", "trl.")):
+    if str(getattr(function, "__module__", "")).startswith(_LIBRARIES):
         return {"loss"}
     codes = [function.__code__] if hasattr(function, "__code__") else []
     for code in codes:
