@@ -60,10 +60,9 @@ CHECKPOINT_LAYERS_REFUSALS = (
 
 def check_mlp_chunks(args: Any, tokens: int) -> None:
     """Raise ConfigError for a negative number of chunks of the MLP, and for more than ``tokens``,
-    those of a sequence in the shortest shard; 0: the MLP is not in chunks. Callers count them, per
-    TP rank if MLPs get a TP rank's share. ``args`` are the program's own: Megatron-LM's names are
-    not mapped here. The planner's limit is in ``memory_violations`` (planner/parallel_config.py).
-    """
+    those of a sequence in the shortest shard (per TP rank if MLPs get a TP rank's share); 0: none.
+    Each program refuses what chunks do not go with by a table of its own, and ``args`` are its own:
+    Megatron-LM's names are not mapped here. The planner's limits are in ``memory_violations``."""
     chunks = args.usp_mlp_chunks
     if not 0 <= chunks <= tokens:
         raise ConfigError(

@@ -420,11 +420,11 @@ class BackwardPass(Pass[BackwardChunk]):
 
     def _take_heads(self, chunk: BackwardChunk, tensors: Sequence[torch.Tensor]) -> None:
         # `tensors`, with all tokens of the chunk's heads: of shards q, out and dout, and k and v
-        # after q with the chunk that brings them for its KV group. Without saves_shards dout alone:
-        # __init__ has set `saved` and `local_kv`. One more tensor would be in plan_head_exchanges'
-        # ranges too, in plan.py's pack_saved, unpack_saved and _staging_bytes, in post_heads,
-        # slice_heads and custom_ops.py's meta function. Gradients are summed in fp32 or better
-        # (GradAccumulator), whatever the dtype of q, k and v, in which they return.
+        # after q with a KV group's last chunk, which comes first here. Without saves_shards dout
+        # alone: __init__ has set `saved` and `local_kv`. Gradients are summed in fp32 or better
+        # (GradAccumulator), and return in the dtype of q, k and v. One more saved tensor passes
+        # through all that makes or takes apart `saved` or `shards`: here, in plan.py, functional.py
+        # and custom_ops.py, and through the ranges of plan_head_exchanges.
         *shards, chunk.dout = tensors
         if shards:
             q, *kv, out = shards

@@ -15,9 +15,9 @@ from ds_usp.geometry.layout import KINDS
 
 # Why a record has the fields and not a digest of them: whoever finds a difference must be able to
 # say in what, on which ranks, without another exchange: the others may be waiting for something
-# else already. Equal is equal bytes. The texts are for people and nothing reads them back; what
-# code must know of a difference (kinds and lengths of layouts) is in numbers beside them. A record
-# has one size, for slots of shared memory and all-gathers; a longer one ends with a digest of it.
+# else already. Equal is equal bytes. The texts are for people: code finds one by its beginning or
+# as the last field, and has what else it must know (kinds and lengths of layouts) in numbers. A
+# record has one size, for slots of shared memory and all-gathers; a longer one ends with a digest.
 RECORD_BYTES = 2048
 # kind, aborted passes, exchanges, deferred, number of layouts
 _HEADER = struct.Struct("<BIQ?B")
@@ -45,7 +45,7 @@ class Signature(NamedTuple):
     """Says what a rank is about to do: all fields are compared, an error shows those that differ.
 
     Attributes:
-        fields: texts for people. Nothing reads them back.
+        fields: texts for people, of which code reads no more than how they begin.
         layouts: kind and length in tokens of its token layouts, for code that must know them.
     """
 
@@ -129,8 +129,8 @@ class CallRecord(NamedTuple):
 
 
 def mismatch_error(records: Sequence[CallRecord], earlier: Sequence[str] = ()) -> MeshError:
-    """The error that shows in which fields the records of all ranks differ, by groups of ranks.
-    Records that differ in ``kind`` or ``deferred`` differ in a field too: neither is shown.
+    """Return the error that shows in which fields records differ (``kind`` and ``deferred`` never
+    do alone). Of its ``signatures`` model_comparison.py reads beginnings; mesh.py its ``layouts``.
 
     Args:
         earlier: texts of calls before whose tensors, compared only now, differ; () if none do.

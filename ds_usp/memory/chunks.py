@@ -40,7 +40,7 @@ def in_chunks(
 
     Args:
         run: computes every index along ``dim`` independently, as an MLP does tokens; its result
-            has as many, and may differ in the other sizes.
+            has as many, and may differ in the other sizes. Dropout draws others than at once.
         chunks: how many, not of how many tokens, as shards may differ in length; sizes differ by
             at most 1. 1: plain ``run(x)``. ``planner/formulas.py`` prices what one chunk holds.
         module: whose parameters ``run`` uses. None: the module that ``run`` is, is a method of or

@@ -100,7 +100,8 @@ def reason_against_layer(layer: nn.Module) -> str:
 
 
 class SparseLayers:
-    """The sparse layers of a model, whose keys are gathered over the mesh until :meth:`restore`.
+    """The sparse layers of a model, none in most, whose keys are gathered over the mesh until
+    :meth:`restore`. ``EnabledModel`` makes it in ``enable`` and at each end of ``paused``.
 
     Args:
         implementation: of attention, which the model had before it was enabled: these layers keep
