@@ -217,8 +217,9 @@ def with_globals(function: FunctionType, names: dict[str, Any], *closure: Any) -
 
 
 def wait_for_native_threads(name: str, timeout_s: float) -> None:
-    """Wait until the threads of this process that the system knows by ``name`` sleep, ``timeout_s``
-    at most. They get the GIL meanwhile. Without ``/proc`` no thread is found."""
+    """Wait until the threads of this process that the system knows by ``name``, of which it keeps
+    15 characters, sleep; ``timeout_s`` at most. They get the GIL meanwhile. mesh.py waits so for
+    gloo's when Python ends. Without ``/proc`` no thread is found."""
     deadline, before = time.monotonic() + timeout_s, list[list[str]]()
     while time.monotonic() < deadline:
         with suppress(OSError):  # a thread has just ended

@@ -424,7 +424,8 @@ class BackwardPass(Pass[BackwardChunk]):
         # alone: __init__ has set `saved` and `local_kv`. Gradients are summed in fp32 or better
         # (GradAccumulator), and return in the dtype of q, k and v. One more saved tensor passes
         # through all that makes or takes apart `saved` or `shards`: here, in plan.py, functional.py
-        # and custom_ops.py, and through the ranges of plan_head_exchanges.
+        # and custom_ops.py (with what is said at its OpResults), through the ranges of
+        # plan_head_exchanges, and the planner's formulas count it.
         *shards, chunk.dout = tensors
         if shards:
             q, *kv, out = shards

@@ -413,7 +413,8 @@ def _schedules(
 ) -> dict[tuple[ChunkPosition, ChunkPosition], RingSchedule]:
     """One ring schedule for each pair (forward, backward) of positions that chunks have, with the
     steps of both passes. ``ring_schedule`` is cached; ``planner/attention_time.py`` joins the steps
-    of both passes too, and needs no ``max_merged_tokens``."""
+    of both passes too, and needs no ``max_merged_tokens``. ``max_recv_tokens`` is equal in both, as
+    no pair mixes "only" with another position."""
     query_layout, kv_layout = layouts
     plan = partial(
         ring_schedule,

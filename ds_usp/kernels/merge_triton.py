@@ -155,7 +155,8 @@ def merge_up_to_4_fused(
 
 
 # Sum of COUNT (1 or 2) tensors p [batch, rows, heads, dim], added in the dtype ACC. Their strides:
-# b of batch, r of row, h of head.
+# b of batch, r of row, h of head. merge.py copies one tensor, and leaves two to torch where it adds
+# them in place: to the same bits.
 @triton.jit
 def _sum_of_few(  # type: ignore[no-untyped-def]
     out, p0, p1,

@@ -39,7 +39,8 @@ class Settings(MeshSettings):
 
 def patches(keywords: Mapping[str, Any]) -> PatchSet:
     """The patch that replaces DeepSpeed's ``DistributedAttention`` by ``USPAttention``, bound to
-    the settings; ConfigError for a keyword that is no setting."""
+    the settings; ConfigError for a keyword that is no setting. ``patch_set`` calls it, to apply and
+    to check: it imports no DeepSpeed. The versions that the guard takes are in guards.py."""
     settings = read_settings(_FRAMEWORK, Settings, keywords)
     bound = {field.name: getattr(settings, field.name) for field in fields(settings)}
     also_in = bound.pop("also_in")

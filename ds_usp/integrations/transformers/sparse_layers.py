@@ -127,7 +127,7 @@ class SparseLayers:
         configs: dict[int, Any] = {}
         for layer in self.layers:
             config = configs.setdefault(id(layer.config), copy.copy(layer.config))
-            config._attn_implementation_internal = name  # for some calls _attends_to_picked's
+            config._attn_implementation_internal = name  # query_chunks.py: for some calls another
             self._replaced.set(layer, "config", config)
             forward = partial(type(layer).forward, layer)
             run = partial(_run_layer, layer, forward, name, query_chunks)
