@@ -61,6 +61,7 @@ def start_quickstart(args: Namespace, argv: list[str]) -> int:
             "pretrain_gpt_usp.py ..., or deepspeed --num_gpus N pretrain_gpt_usp.py ..."
         )
     ranks = args.ds_sequence_parallel_size
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does it too, with a warning
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(ranks), __file__, *argv]
     os.execv(sys.executable, torchrun)
