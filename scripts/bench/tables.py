@@ -501,7 +501,7 @@ def headline_table(
             [label.removesuffix(f", {machine}"), *cells, f"{others[other] / ours[best]:.3f}"]
         )
     ratio_means = "ratio; above 1: ds_usp is faster"
-    return markdown([machine, "ds_usp", beside, ratio_means], lines)
+    return markdown([machine, "ds_usp, Ulysses x ring", beside, ratio_means], lines)
 
 
 def _times_of(results: str, case: str, group: str) -> dict[str, float]:
