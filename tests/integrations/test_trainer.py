@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -268,6 +269,24 @@ class Nested:
 MEAN, mean_of = Mean(2.0), functools.partial(square_of_logits)
 
 
+def second_of(self: Any, out: Any) -> torch.Tensor:
+    _, logits = out[:2]
+    return logits.mean()
+
+
+def imported_inside(self: Any, out: Any) -> torch.Tensor:
+    from loss_of_a_program import mean
+
+    return mean(out)
+
+
+class Raises:
+    """An object that raises whatever it is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 def wrapped(function: Any) -> Any:
     @functools.wraps(function)
     def call(out: Any) -> torch.Tensor:
@@ -370,13 +389,20 @@ def test_what_reads_no_values_per_token_makes_no_whole_logits():
         (lambda self, out: self.each[0].once(out), {"each": [MEAN]}),
         (lambda self, out: self.each["a"].once(out), {"each": {"a": (Mean,)}}),
         (lambda self, out: self.each[0](out), {"each": torch.nn.ModuleList([MeanModule()])}),
+        (lambda self, out: sum(out[x].mean() for x in ("logits", "loss")), {}),
+        (second_of, {}),
+        (imported_inside, {}),
         (lambda self, out, mean=MEAN: mean.once(out), {}),
         (lambda self, out, *, mean=MEAN: mean.once(out), {}),
     ],
 )
 def test_values_per_token_that_an_object_of_the_program_reads_are_those_of_all(penalty, attributes):
-    assert _reads_tokens(with_call(penalty, **attributes))
+    module = ModuleType("loss_of_a_program")
+    module.mean = MEAN.once
+    with mock.patch.dict(sys.modules, {"loss_of_a_program": module}):
+        assert _reads_tokens(with_call(penalty, **attributes))
     assert not _reads_tokens(with_call(lambda self, out: self.mean, mean=1.0, other=MEAN))
+    assert not _reads_tokens(with_call(lambda self, out: self.mean(out), mean=Raises()))
     library = torch.nn.CrossEntropyLoss()
     assert not _reads_tokens(with_call(lambda self, out: self.mean(1), mean=library, model=None))
 

@@ -317,6 +317,7 @@ def _join_logits(trainer: Trainer) -> None:
 
 
 _FEW = 64  # elements of a container in which functions are looked for
+_INNER = "__wrapped__", "__func__", "func", "fget"  # of decorators, static methods and properties
 _LIBRARIES = "accelerate.", "ds_usp.", "peft.", "torch.", "transformers.", "trl."
 
 
@@ -346,6 +347,7 @@ def _functions_named(
     values = [cell.cell_contents for cell in cells]
     values += getattr(function, "__defaults__", None) or ()
     values += (getattr(function, "__kwdefaults__", None) or {}).values()
+    values += [sys.modules[x] for x in names & sys.modules.keys()]  # imported in the function
     seen = set[int]()
     for place in chain([getattr(function, "__globals__", {})], places):
         values += [place[x] for x in {*names, "__call__", "forward"} & place.keys()]
@@ -354,22 +356,23 @@ def _functions_named(
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, FunctionType):
-                yield value
-            elif isinstance(value, MethodType):
-                values += value.__func__, value.__self__
-            elif isinstance(value, partial):
-                values += value.func, *value.args, *value.keywords.values()
-            elif isinstance(value, (list, tuple, dict)) and len(value) <= _FEW:
-                values += value.values() if isinstance(value, dict) else value
-            elif isinstance(value, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-                values += value.children()
-            elif isinstance(value, ModuleType) or _is_of_program(value):
-                kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
-                scopes = [vars(x) for x in (value, *kinds) if hasattr(x, "__dict__")]
-                places += [x for x in scopes if not any(x is y for y in places)]
-            inner = (getattr(value, x, None) for x in ("__wrapped__", "__func__", "func", "fget"))
-            values += [x for x in inner if isinstance(x, FunctionType)]
+            with suppress(Exception):  # an object of the program may raise whatever it is asked
+                kind = value if isinstance(value, type) else type(value)
+                if isinstance(value, FunctionType):
+                    yield value
+                elif isinstance(value, MethodType):
+                    values += value.__func__, value.__self__
+                elif isinstance(value, partial):
+                    values += value.func, *value.args, *value.keywords.values()
+                elif isinstance(value, (list, tuple, dict)) and len(value) <= _FEW:
+                    values += value.values() if isinstance(value, dict) else value
+                elif isinstance(value, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+                    values += value.children()
+                elif isinstance(value, ModuleType) or _is_of_program(value):
+                    scopes = [vars(x) for x in (value, *kind.__mro__) if hasattr(x, "__dict__")]
+                    places += [x for x in scopes if not any(x is y for y in places)]
+                inner = (getattr(value, x, None) for x in _INNER)
+                values += [x for x in inner if isinstance(x, FunctionType)]
 
 
 def _is_of_program(value: Any) -> bool:
@@ -383,13 +386,15 @@ def _is_of_program(value: Any) -> bool:
 
 
 def _names_in(function: Any) -> set[Any]:
-    """Return names and constants in a program's function; of a library's, that it has a loss."""
+    """Return names and constants in a program's function, and its variables that are named as
+    outputs per token; of a library's, that it has a loss."""
     if str(getattr(function, "__module__", "")).startswith(_LIBRARIES):
         return {"loss"}
-    codes = [function.__code__] if hasattr(function, "__code__") else []
+    names, codes = set[Any](), [function.__code__] if hasattr(function, "__code__") else []
     for code in codes:
         codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-    return {x for code in codes for x in (*code.co_names, *code.co_consts)}
+        names |= {*code.co_names, *code.co_consts, *PER_TOKEN.intersection(code.co_varnames)}
+    return names.union(*(x for x in names if isinstance(x, (tuple, frozenset))))
 
 
 _PLAN = struct.Struct("qq")  # batches in a pass, replicas that the sampler deals out to
