@@ -206,6 +206,8 @@ def refuse_second_derivative(operation: str, error: type[USPError] = ConfigError
 
 def with_globals(function: FunctionType, names: dict[str, Any], *closure: Any) -> FunctionType:
     """Return a function of the same code whose globals are the dict ``names`` itself, no copy.
+    recurrent_layers.py makes such functions in ``enable``, diffusers' processor.py one in each
+    eager call of attention: it must stay cheap.
 
     Args:
         closure: all its cells, in the order of ``co_freevars``; without any its own stay.

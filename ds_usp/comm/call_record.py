@@ -133,7 +133,7 @@ def mismatch_error(records: Sequence[CallRecord], earlier: Sequence[str] = ()) -
     do alone). Of its ``signatures`` model_comparison.py reads beginnings; mesh.py its ``layouts``.
 
     Args:
-        earlier: texts of calls before whose tensors, compared only now, differ; () if none do.
+        earlier: texts of calls before whose tensors, in a NUMBERS_FIELD here, differ; () if none.
     """
     by_rank = dict(enumerate(records))
     texts = tuple(str(record.signature) for record in records)
