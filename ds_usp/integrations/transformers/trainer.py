@@ -201,13 +201,9 @@ def _check_trainer(trainer: Trainer) -> None:
 
 
 # Of TRL 1.16; their subclasses too. GKD generates by its option lmbda.
-_GENERATING = frozenset(
-    {
-        *("A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer", "DistillationTrainer"),
-        *("GOLDTrainer", "IWOPDTrainer", "OnlineDPOTrainer", "SDFTTrainer", "SDPOTrainer"),
-        *("LogCompletionsCallback", "WeaveCallback"),
-    }
-)
+_GENERATING = frozenset({"A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer"})
+_GENERATING |= {"DistillationTrainer", "GOLDTrainer", "IWOPDTrainer", "OnlineDPOTrainer"}
+_GENERATING |= {"SDFTTrainer", "SDPOTrainer", "LogCompletionsCallback", "WeaveCallback"}
 
 
 def _reasons_it_generates(trainer: Trainer) -> Iterator[str]:
