@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -266,7 +267,54 @@ class Nested:
         return self.inner.once(out)
 
 
+class Delegate:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inner.once
+
+
+class Heads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Sequential(MeanModule())
+
+    def forward(self, out: Any) -> torch.Tensor:
+        return self.head(out)
+
+
+class OwnModel(transformers.LlamaForCausalLM):
+    """Has a forward pass that reads logits, and a method that does."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        self.last = out.logits
+        return out
+
+    def mean(self, out: Any) -> torch.Tensor:
+        return out.logits.mean()
+
+
 MEAN, mean_of = Mean(2.0), functools.partial(square_of_logits)
+TOKENS, MANY = "logits", {**dict.fromkeys(range(100)), "mean": Mean.once}
+
+
+@functools.singledispatch
+def dispatched(out: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+@dispatched.register(dict)
+def mean_of_outputs(out: Any) -> torch.Tensor:
+    return out["logits"].mean()
+
+
+def make_mean() -> Any:
+    return Nested(Mean(1.0))
 
 
 def second_of(self: Any, out: Any) -> torch.Tensor:
@@ -283,7 +331,7 @@ def imported_inside(self: Any, out: Any) -> torch.Tensor:
 class Raises:
     """An object that raises whatever it is asked."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> Any:
         raise RuntimeError(name)
 
 
@@ -394,6 +442,17 @@ def test_what_reads_no_values_per_token_makes_no_whole_logits():
         (imported_inside, {}),
         (lambda self, out, mean=MEAN: mean.once(out), {}),
         (lambda self, out, *, mean=MEAN: mean.once(out), {}),
+        (lambda self, out: out[TOKENS].mean(), {}),
+        (lambda self, out, name="logits": out[name].mean(), {}),
+        (lambda self, out: MANY["mean"](out), {}),
+        (lambda self, out: dispatched(out), {}),
+        (lambda self, out: make_mean().again(out), {}),
+        (lambda self, out: self.model.mean(out), {"model": OwnModel.__new__(OwnModel)}),
+        (lambda self, out: self.heads(out), {"heads": Heads()}),
+        (lambda self, out: self.heads(out), {"heads": torch.compile(MeanModule())}),
+        (lambda self, out: self.any.once(out), {"any": Delegate(MEAN)}),
+        (lambda self, out: self.any["mean"](out), {"any": Delegate(MEAN)}),
+        (lambda self, out: sum(x(out) for x in self.each), {"each": {Mean.once}}),
     ],
 )
 def test_values_per_token_that_an_object_of_the_program_reads_are_those_of_all(penalty, attributes):
@@ -405,6 +464,58 @@ def test_values_per_token_that_an_object_of_the_program_reads_are_those_of_all(p
     assert not _reads_tokens(with_call(lambda self, out: self.mean(out), mean=Raises()))
     library = torch.nn.CrossEntropyLoss()
     assert not _reads_tokens(with_call(lambda self, out: self.mean(1), mean=library, model=None))
+
+
+def decorated_step(step: Any) -> Any:
+    return lambda *args, **kwargs: step(*args, **kwargs)
+
+
+class CopiedStep(transformers.Trainer):
+    """Has transformers' own step, copied."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class DecoratedStep(Logged):
+    @decorated_step
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+class ChecksModel(Logged):
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(model, OwnModel)
+        return super().compute_loss(model, *args, **kwargs)
+
+
+def train(model: Any, inputs: Any) -> Any:  # a method of models has its name
+    return model(**inputs).logits
+
+
+@pytest.mark.parametrize("kind", [CopiedStep, DecoratedStep, ChecksModel])
+@pytest.mark.parametrize("make", [object, Raises, mock.MagicMock, lambda: transformers])
+def test_a_step_that_reads_no_values_per_token_makes_no_whole_logits(kind, make):
+    trainer = kind.__new__(kind)
+    trainer.model, trainer.accelerator = OwnModel.__new__(OwnModel), make()
+    trainer.compute_loss_context_manager = make()
+    assert not _reads_tokens(trainer)
+
+
+def test_many_functions_that_name_the_same_objects_are_followed_in_time():
+    scope: dict[str, Any] = {"Logged": Logged, "__name__": "program"}
+    objects = ", ".join(f"o{i}.x" for i in range(20))
+    lines = [f"class C{i}: x = 1\no{i} = C{i}()" for i in range(20)]
+    lines += [f"def f{i}(): return f{i + 1}(), {objects}" for i in range(600)]
+    lines += ["class Long(Logged):\n def compute_loss(self): return super().compute_loss(), f0()"]
+    exec("\n".join(lines), scope)
+    start = time.perf_counter()
+    assert not _reads_tokens(scope["Long"].__new__(scope["Long"]))
+    assert time.perf_counter() - start < 5  # 0.4 s; it took 20 s
 
 
 @pytest.mark.parametrize(("world", "share"), [(2, 1.0), (4, 0.5)])

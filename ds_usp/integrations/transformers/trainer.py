@@ -9,15 +9,17 @@ once a trainer and on every rank, by the functions before ``replicate_batches``.
 
 from __future__ import annotations
 
+import dis
 import math
 import struct
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -312,85 +314,92 @@ def _join_logits(trainer: Trainer) -> None:
         trainer.training_step = joined(trainer.training_step)
 
 
-_FEW = 64  # elements of a container in which functions are looked for
-_INNER = "__wrapped__", "__func__", "func", "fget"  # of decorators, static methods and properties
-_LIBRARIES = "accelerate.", "ds_usp.", "peft.", "torch.", "transformers.", "trl."
+_LIBRARIES = frozenset({"accelerate", "ds_usp", "peft", "torch", "transformers", "trl"})
+_MANY = 10_000  # elements of containers in which functions are looked for
+_UNNAMED = frozenset({"__call__", "forward", "__getitem__", "__getattr__", "model"})  # in no code
+_PARTS: tuple[str, ...] = "__func__", "__self__", "func", "fget", "args", "keywords", "__dict__"
+_PARTS += "cell_contents", "__wrapped__", "__closure__", "__defaults__", "__kwdefaults__"
 
 
 def _reads_tokens(trainer: Trainer) -> bool:
     """Whether the program's own ``compute_loss`` or ``training_step``, or a function of the program
     that these may call, reads outputs per token."""
-    owners, names = (trainer, *type(trainer).__mro__), ("compute_loss", "training_step")
-    own = [vars(x)[name] for x in owners for name in names if name in vars(x)]
-    reached, places = list(own), [vars(x) for x in owners]
-    for function in reached:  # both grow meanwhile
+    places = [vars(x) for x in (trainer, *type(trainer).__mro__)]
+    own = [x[name] for x in places for name in ("compute_loss", "training_step") if name in x]
+    return any(_reaches_tokens(x, [*places]) for x in own if _package(x) not in _LIBRARIES)
+
+
+def _reaches_tokens(step: Any, places: list[Any]) -> bool:
+    """Follow one step of the program; true also if neither it nor what it wraps takes a loss."""
+    names, taken, seen, own = set(_UNNAMED), set[Any](), dict[int, Any](), _package(step)
+    wrapped = list(_held_by([step], places, seen, own))
+    for function in (reached := [*wrapped]):  # it grows meanwhile, and others do
         used = _names_in(function)
-        if used & PER_TOKEN or (function in own and not used & {"loss", "super"}):
+        if used.keys() & PER_TOKEN:
             return True
-        if function in own or _is_of_program(function):
-            called = _functions_named(used, function, places)
-            reached += [x for x in called if x not in reached]
-    return False
+        if function in wrapped or _is_of_program(function, own):
+            taken |= used.keys() if function in wrapped else set()
+            names |= used.keys()
+            for place in chain([used], places):
+                reached += _held_by([place[x] for x in names & place.keys()], places, seen, own)
+    return not taken & {"loss", "super", "compute_loss", "training_step"}
 
 
-def _functions_named(
-    names: set[Any], function: FunctionType, places: list[Mapping[str, Any]]
-) -> Iterator[FunctionType]:
-    """Yield what ``function`` may call by these names: functions of its closure, defaults and
-    module, and of ``places``. To these are added those of the modules, objects and classes of the
-    program that are found so."""
-    cells = filter(CellType().__ne__, getattr(function, "__closure__", None) or ())  # not empty
-    values = [cell.cell_contents for cell in cells]
-    values += getattr(function, "__defaults__", None) or ()
-    values += (getattr(function, "__kwdefaults__", None) or {}).values()
-    values += [sys.modules[x] for x in names & sys.modules.keys()]  # imported in the function
-    seen = set[int]()
-    for place in chain([getattr(function, "__globals__", {})], places):
-        values += [place[x] for x in {*names, "__call__", "forward"} & place.keys()]
-        while values:
-            value = values.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            with suppress(Exception):  # an object of the program may raise whatever it is asked
-                kind = value if isinstance(value, type) else type(value)
-                if isinstance(value, FunctionType):
-                    yield value
-                elif isinstance(value, MethodType):
-                    values += value.__func__, value.__self__
-                elif isinstance(value, partial):
-                    values += value.func, *value.args, *value.keywords.values()
-                elif isinstance(value, (list, tuple, dict)) and len(value) <= _FEW:
-                    values += value.values() if isinstance(value, dict) else value
-                elif isinstance(value, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-                    values += value.children()
-                elif isinstance(value, ModuleType) or _is_of_program(value):
-                    scopes = [vars(x) for x in (value, *kind.__mro__) if hasattr(x, "__dict__")]
-                    places += [x for x in scopes if not any(x is y for y in places)]
-                inner = (getattr(value, x, None) for x in _INNER)
-                values += [x for x in inner if isinstance(x, FunctionType)]
+def _held_by(values: list[Any], places: list[Any], seen: dict[int, Any], own: str) -> Iterator[Any]:
+    """Yield functions, and names of outputs per token, from ``values``, which it empties, and from
+    what these hold. The attributes of modules and of the program's objects go to ``places``."""
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)], kind = value, type(value)
+        if kind is FunctionType or (kind is str and value in PER_TOKEN):
+            yield value
+        with suppress(Exception):  # an object of the program may raise whatever it is asked
+            kinds = (value if isinstance(value, type) else kind).__mro__
+            if isinstance(value, nn.Module) and PreTrainedModel not in kinds:
+                values += value.children()
+            if isinstance(value, (dict, MappingProxyType, list, tuple, set, frozenset, deque)):
+                elements = value.values() if hasattr(value, "values") else value
+                values += elements if len(value) + len(seen) < _MANY else ()
+            elif kind.__module__ in {"builtins", "functools"} and kind not in (type, ModuleType):
+                values += [getattr(value, x) for x in _PARTS if hasattr(value, x)]
+            elif isinstance(value, ModuleType) or _is_of_program(value, own):
+                if PreTrainedModel in kinds:  # whose forward pass makes the outputs
+                    seen |= {id(vars(x).get("forward")): x for x in kinds}
+                places += [dict(vars(x)) for x in (value, *kinds) if hasattr(x, "__dict__")]
 
 
-def _is_of_program(value: Any) -> bool:
-    """Whether a function, a class or an object's class is no library's, and no model."""
-    is_named = isinstance(value, (FunctionType, type))
-    module = str((value if is_named else type(value)).__module__)
-    file = str(getattr(sys.modules.get(module), "__file__", ""))
-    is_library = module.startswith(_LIBRARIES) or "-packages" in file
-    is_library |= module.partition(".")[0] in sys.stdlib_module_names
-    return not is_library and not isinstance(value, PreTrainedModel)
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
-def _names_in(function: Any) -> set[Any]:
-    """Return names and constants in a program's function, and its variables that are named as
-    outputs per token; of a library's, that it has a loss."""
-    if str(getattr(function, "__module__", "")).startswith(_LIBRARIES):
-        return {"loss"}
-    names, codes = set[Any](), [function.__code__] if hasattr(function, "__code__") else []
+def _is_of_program(value: Any, own: str) -> bool:
+    """Whether a function, a class or an object's class is the program's; ``own`` is its package."""
+    named = value if isinstance(value, (FunctionType, type)) else type(value)
+    file = str(getattr(sys.modules.get(named.__module__), "__file__", ""))
+    is_library = _package(named) in _LIBRARIES | sys.stdlib_module_names
+    return not is_library and ("-packages" not in file or _package(named) == own)
+
+
+def _names_in(function: Any) -> dict[Any, Any]:
+    """Return names and constants in a program's function, of its locals those of outputs per token,
+    with what they are in its module or among modules."""
+    if isinstance(function, str) or _package(function) in _LIBRARIES:
+        return dict.fromkeys({function} & PER_TOKEN)
+    names, scope, codes = dict[Any, Any](), function.__globals__, [function.__code__]
+    package = str(scope.get("__package__"))
     for code in codes:
         codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-        names |= {*code.co_names, *code.co_consts, *PER_TOKEN.intersection(code.co_varnames)}
-    return names.union(*(x for x in names if isinstance(x, (tuple, frozenset))))
+        constants = (x if isinstance(x, (tuple, frozenset)) else (x,) for x in code.co_consts)
+        tokens = PER_TOKEN & {*code.co_varnames, *code.co_cellvars}
+        names = dict.fromkeys(chain(code.co_names, tokens, *constants)) | names
+        for x in dis.get_instructions(code):
+            if x.opname in {"LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME", "IMPORT_FROM"}:
+                parents = "", f"{package}.", f"{package.rpartition('.')[0]}."
+                modules = [sys.modules.get(f"{y}{x.argval}") for y in parents]
+                names[x.argval] = [scope.get(x.argval), *modules]
+    return names
 
 
 _PLAN = struct.Struct("qq")  # batches in a pass, replicas that the sampler deals out to
