@@ -506,6 +506,14 @@ def test_a_step_that_reads_no_values_per_token_makes_no_whole_logits(kind, make)
     assert not _reads_tokens(trainer)
 
 
+def test_a_program_that_asks_for_shards_gets_them_in_training(tmp_path):
+    for options, is_joined in (({}, True), ({"logits": "shard"}, False)):
+        arguments = transformers.TrainingArguments(tmp_path, use_cpu=True)
+        trainer = Penalty(tiny_model(), arguments)
+        attach(trainer, ds_usp.SequenceMesh.single(), **options)
+        assert ("training_step" in vars(trainer)) == is_joined
+
+
 def test_many_functions_that_name_the_same_objects_are_followed_in_time():
     scope: dict[str, Any] = {"Logged": Logged, "__name__": "program"}
     objects = ", ".join(f"o{i}.x" for i in range(20))

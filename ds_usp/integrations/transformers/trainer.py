@@ -87,7 +87,7 @@ def attach(trainer: Trainer, mesh: SequenceMesh, **options: Any) -> EnabledModel
     _divide_by_loss_weights(trainer)
     if makes_rollouts(trainer):
         share_rollouts(trainer, mesh)
-    _join_logits(trainer)
+    _join_logits(trainer, enabled)
     trainer.add_callback(_CheckAtEnd(mesh))
     return enabled
 
@@ -288,9 +288,9 @@ def _divide_by_loss_weights(trainer: Trainer) -> None:
     trainer._get_num_items_in_batch = num_items
 
 
-def _join_logits(trainer: Trainer) -> None:
+def _join_logits(trainer: Trainer, policy: EnabledModel) -> None:
     """Join outputs per token where ``prediction_step`` returns them or the program reads them."""
-    own_loss = _reads_tokens(trainer)
+    own_loss = policy._options.logits != "shard" and _reads_tokens(trainer)
 
     def joined(step: Any) -> Any:
         def call(model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
