@@ -316,7 +316,9 @@ def _join_logits(trainer: Trainer, policy: EnabledModel) -> None:
 
 _LIBRARIES = frozenset({"accelerate", "ds_usp", "peft", "torch", "transformers", "trl"})
 _MANY = 10_000  # elements of containers in which functions are looked for
-_UNNAMED = frozenset({"__call__", "forward", "__getitem__", "__getattr__", "model"})  # in no code
+# Names that code uses without having them: of calls, indices, delegated attributes, the argument.
+_UNNAMED = frozenset({"__call__", "forward", "__getitem__", "__getattr__", "model"})
+# Attributes in which methods, partials, properties, cells and decorated functions hold others.
 _PARTS: tuple[str, ...] = "__func__", "__self__", "func", "fget", "args", "keywords", "__dict__"
 _PARTS += "cell_contents", "__wrapped__", "__closure__", "__defaults__", "__kwdefaults__"
 
@@ -330,7 +332,11 @@ def _reads_tokens(trainer: Trainer) -> bool:
 
 
 def _reaches_tokens(step: Any, places: list[Any]) -> bool:
-    """Follow one step of the program; true also if neither it nor what it wraps takes a loss."""
+    """Return whether one step of the program reads outputs per token, or a function of it that it
+    may call; or takes no loss, neither itself nor in what it wraps.
+
+    ``names`` are those that the reached functions use, ``places`` dicts in which they are looked
+    up: what is found is reached, and its attributes are a place. Both grow until nothing is new."""
     names, taken, seen, own = set(_UNNAMED), set[Any](), dict[int, Any](), _package(step)
     wrapped = list(_held_by([step], places, seen, own))
     for function in (reached := [*wrapped]):  # it grows meanwhile, and others do
