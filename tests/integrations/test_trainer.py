@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from golden_curves import STEPS as RECORDED
-from harness import RankContext, WorkerPool
+from harness import RankContext, WorkerPool, fork_world
 from hf_trainer_runs import (
     STEPS,
     Documents,
@@ -941,6 +941,22 @@ def test_what_a_program_counts_is_counted_once_for_each_mesh(pool, replicas):
     want = pool.run(counts, replicas, split=Split())[0]
     want["tokens"] = sum(5 + x for x in range(replicas))  # one process gathers a number as it is
     assert pool.run(counts, 2 * replicas, split=Split(2, 1)) == [want] * 2 * replicas
+
+
+def number_at_the_end(ctx: RankContext) -> float:
+    with restored_environment():
+        torch.distributed.destroy_process_group()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"):
+            del os.environ[name]
+        accelerator = accelerator_of(ctx, Split())
+        share_batches(accelerator, ds_usp.SequenceMesh.single())
+        state = mock.Mock(end_of_dataloader=True, remainder=1)  # a last batch that was filled up
+        with mock.patch.object(accelerator, "gradient_state", state):
+            return accelerator.gather_for_metrics(torch.tensor(0.5)).item()
+
+
+def test_one_process_gathers_a_number_as_it_is():
+    assert fork_world(number_at_the_end, 1) == [0.5]
 
 
 def gathered_shards(ctx: RankContext) -> list[str]:

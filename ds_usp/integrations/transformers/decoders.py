@@ -372,9 +372,10 @@ def _mask_of_keys(
 
 
 def _embed_positions(forward: Any, embeds_angles: bool, *args: Any, **kwargs: Any) -> Any:
-    """Embed the positions of this rank's tokens, where the model would count them. The module,
-    Bart's or with ``embeds_angles`` one of ``_ANGLES``, takes ``[n]``; the model adds a dim of rows
-    to a result ``[tokens, d]``, and RoFormer's to any result."""
+    """Embed the positions of this rank's tokens, where the model would count them. The module, one
+    that ``_position_embeddings`` finds, as Bart's, or with ``embeds_angles`` one of ``_ANGLES``,
+    takes ``[n]``; the model adds a dim of rows to a result ``[tokens, d]``, and RoFormer's to any
+    result."""
     shard = PASS.get()
     if shard is None or shard.positions is None:
         return forward(*args, **kwargs)

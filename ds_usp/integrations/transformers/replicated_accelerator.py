@@ -263,7 +263,8 @@ class ReplicatedAccelerator(Accelerator):
             return data
         if use_gather_object:
             return data[: state.remainder]
-        return recursively_apply(lambda x: x[: state.remainder], data)
+        # One process gathers a number as it is: without a dim that has samples.
+        return recursively_apply(lambda x: x[: state.remainder] if x.ndim else x, data)
 
 
 def _caller() -> str:
