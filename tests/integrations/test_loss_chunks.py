@@ -110,8 +110,8 @@ def logits_of_an_evaluation(ctx: RankContext) -> tuple[int, ...]:
     """What Trainer's metrics are given."""
     model = llama().eval()
     trainer: Any = SimpleNamespace(model=model, prediction_step=lambda f, x, _: f(**x))
-    with enable(model, mesh_of(2), loss_chunks=2), torch.no_grad():
-        _join_logits(trainer)
+    with enable(model, mesh_of(2), loss_chunks=2) as enabled, torch.no_grad():
+        _join_logits(trainer, enabled)
         out = trainer.prediction_step(model, batch_of(30), False)
         assert "logits" not in model(**batch_of(30))
     return tuple(out.logits.shape)
