@@ -39,8 +39,8 @@ import ds_usp
 from ds_usp.errors import ConfigError, DataError, UnsupportedAttentionError
 from ds_usp.integrations.transformers import attach, enable, replicate_batches, share_batches
 from ds_usp.integrations.transformers.model import find_enabled
+from ds_usp.integrations.transformers.own_losses import reads_tokens
 from ds_usp.integrations.transformers.run import main as run_unedited
-from ds_usp.integrations.transformers.trainer import _reads_tokens
 from ds_usp.integrations.transformers.whole_arguments import RowsAsTree
 from ds_usp.training import prepare_deepspeed
 
@@ -414,12 +414,12 @@ def test_what_reads_no_values_per_token_makes_no_whole_logits():
     import trl
 
     for kind in (transformers.Trainer, trl.SFTTrainer, Logged):
-        assert not _reads_tokens(kind.__new__(kind)), kind
+        assert not reads_tokens(kind.__new__(kind)), kind
     for kind in (Focal, Penalty, PenaltyByFunction, PenaltyByMethod):
-        assert _reads_tokens(kind.__new__(kind)), kind
+        assert reads_tokens(kind.__new__(kind)), kind
     trainer = transformers.Trainer.__new__(transformers.Trainer)
     trainer.compute_loss = lambda model, inputs, **_: model(**inputs)["logits"].mean()
-    assert _reads_tokens(trainer)
+    assert reads_tokens(trainer)
 
 
 @pytest.mark.parametrize(
@@ -459,11 +459,11 @@ def test_values_per_token_that_an_object_of_the_program_reads_are_those_of_all(p
     module = ModuleType("loss_of_a_program")
     module.mean = MEAN.once
     with mock.patch.dict(sys.modules, {"loss_of_a_program": module}):
-        assert _reads_tokens(with_call(penalty, **attributes))
-    assert not _reads_tokens(with_call(lambda self, out: self.mean, mean=1.0, other=MEAN))
-    assert not _reads_tokens(with_call(lambda self, out: self.mean(out), mean=Raises()))
+        assert reads_tokens(with_call(penalty, **attributes))
+    assert not reads_tokens(with_call(lambda self, out: self.mean, mean=1.0, other=MEAN))
+    assert not reads_tokens(with_call(lambda self, out: self.mean(out), mean=Raises()))
     library = torch.nn.CrossEntropyLoss()
-    assert not _reads_tokens(with_call(lambda self, out: self.mean(1), mean=library, model=None))
+    assert not reads_tokens(with_call(lambda self, out: self.mean(1), mean=library, model=None))
 
 
 def decorated_step(step: Any) -> Any:
@@ -503,7 +503,7 @@ def test_a_step_that_reads_no_values_per_token_makes_no_whole_logits(kind, make)
     trainer = kind.__new__(kind)
     trainer.model, trainer.accelerator = OwnModel.__new__(OwnModel), make()
     trainer.compute_loss_context_manager = make()
-    assert not _reads_tokens(trainer)
+    assert not reads_tokens(trainer)
 
 
 def test_a_program_that_asks_for_shards_gets_them_in_training(tmp_path):
@@ -522,7 +522,7 @@ def test_many_functions_that_name_the_same_objects_are_followed_in_time():
     lines += ["class Long(Logged):\n def compute_loss(self): return super().compute_loss(), f0()"]
     exec("\n".join(lines), scope)
     start = time.perf_counter()
-    assert not _reads_tokens(scope["Long"].__new__(scope["Long"]))
+    assert not reads_tokens(scope["Long"].__new__(scope["Long"]))
     assert time.perf_counter() - start < 5  # 0.4 s; it took 20 s
 
 
